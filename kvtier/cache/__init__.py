@@ -1,0 +1,1 @@
+"""The one orchestrator: match, lease, load, store, recover."""

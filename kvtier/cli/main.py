@@ -1,0 +1,33 @@
+"""Entry point of the `kvtier` command. Each subcommand lives in its own file and is imported only when run."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvtier import __version__
+from kvtier.errors import KVTierError
+
+app = typer.Typer(
+    name="kvtier",
+    help="Predictive, multi-tier KV cache for LLM serving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def version() -> None:
+    """Print kvtier's version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Run the command line; every KVTierError becomes one line on stderr and exit code 2."""
+    try:
+        app()
+    except KVTierError as error:
+        typer.echo(f"kvtier: {error}", err=True)
+        sys.exit(2)

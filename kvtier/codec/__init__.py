@@ -1,0 +1,1 @@
+"""How bytes are written down: checksums and encodings."""

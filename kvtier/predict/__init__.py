@@ -1,0 +1,1 @@
+"""Forecasts of reuse. Pure: no I/O, no engine."""

@@ -1,0 +1,1 @@
+"""Where bytes live: the Tier protocol and its implementations."""
