@@ -7,7 +7,8 @@ module; it takes and returns plain JSON values:
     result = run_scenario(scenarios.ask_twice, work_folder=tmp_path, arguments={"model": str(model), "prompts": 3})
 
 The child prints to a log file; when it fails, `ScenarioError` carries the log's tail, and a timeout ends the child's
-whole process group. Run as a module (`python -m kvtier.testing.scenario ...`) this file is the child.
+whole process group. A lease of kvtier left behind in the child counts as a failure. Run as a module
+(`python -m kvtier.testing.scenario ...`) this file is the child.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from kvtier.testing.leases import no_lease_left_behind
 
 DEFAULT_TIMEOUT_S = 300.0
 _LOG_TAIL_CHARACTERS = 6_000
@@ -149,7 +152,8 @@ def _main() -> None:
     options = parser.parse_args()
     module_name, _, function_name = options.target.partition(":")
     function = getattr(importlib.import_module(module_name), function_name)
-    result = function(**json.loads(options.arguments.read_text()))
+    with no_lease_left_behind():
+        result = function(**json.loads(options.arguments.read_text()))
     draft = options.result.with_suffix(".draft")
     draft.write_text(json.dumps(result))
     draft.replace(options.result)

@@ -1,0 +1,49 @@
+# Everything here runs from a bare clone on Debian with Python 3.11; `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+ENVIRONMENT ?= vllm-0.32
+PYTHON ?= $(or $(shell command -v python3.11),python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+STEP := scripts/step
+CODE := $(wildcard kvtier connectors kernels tests benchmarks examples scripts)
+BENCH ?= $(filter-out __init__,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
+
+.PHONY: help env check test demo bench soak fmt lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: ## Build the pinned environment .venv (minutes once, then nothing)
+	@$(STEP) "environment $(ENVIRONMENT)" $(PYTHON) scripts/environment.py requirements/$(ENVIRONMENT).toml --venv $(VENV)
+
+check: env ## Lint, formatting, types and the direction of imports
+	@$(STEP) "ruff check" $(RUN) -m ruff check $(CODE)
+	@$(STEP) "ruff format" $(RUN) -m ruff format --check $(CODE)
+	@$(STEP) "mypy" $(RUN) -m mypy
+	@$(STEP) "import-linter" $(VENV)/bin/lint-imports --no-logo
+
+test: check ## Check and run the whole test suite (ARGS="-k nvme" narrows it)
+	@$(STEP) "tests" $(RUN) -m pytest --durations=15 $(ARGS)
+
+demo: env ## Serve a real model through kvtier and measure (ARGS=--json for one JSON object)
+	@$(RUN) -m examples.demo $(ARGS)
+
+bench: env ## Run the benchmarks (BENCH="overhead peers" chooses, ARGS is passed on)
+	@for name in $(BENCH); do $(STEP) "benchmark $$name" $(RUN) -m benchmarks.$$name $(ARGS) || exit $$?; done
+
+soak: env ## Search for faults for longer: property and fault tests with many more examples (ARGS is passed on)
+	@$(STEP) "soak" $(RUN) -m pytest tests/property tests/fault --hypothesis-profile=soak --timeout=0 --durations=15 $(ARGS)
+
+fmt: env ## Format the code and apply ruff's safe fixes
+	@$(RUN) -m ruff format $(CODE)
+	@$(RUN) -m ruff check --fix $(CODE)
+
+lock: ## Resolve requirements/*.toml again into the lock files
+	@$(STEP) "lock" $(PYTHON) scripts/lock.py requirements/$(ENVIRONMENT).toml
+
+clean: ## Remove this checkout's environment and tool caches (the shared packages and models in ~/.cache stay)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,54 @@
+"""What every test gets: no lease may outlive it, engines run last, hypothesis profiles, ../shared where present."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kvtier.testing.leases import no_lease_left_behind
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# `make soak` searches much longer; deadlines are off because the machine is shared and timing is not what they test.
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.register_profile(
+    "soak",
+    deadline=None,
+    print_blob=True,
+    max_examples=5_000,
+    stateful_step_count=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "keeps_leases: leaves leases outstanding on purpose, so they are not checked")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests that start engines last: what is cheap to find is found first."""
+    items.sort(key=lambda item: "e2e" in item.path.relative_to(REPOSITORY).parts)
+
+
+@pytest.fixture(autouse=True)
+def _no_lease_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which a lease is still outstanding; set up first, so it looks after all other fixtures."""
+    if request.node.get_closest_marker("keeps_leases") is not None:
+        yield
+        return
+    with no_lease_left_behind():
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared_folder() -> Path:
+    """The folder of reference traces and model configurations beside the checkout; skips where there is none."""
+    folder = Path(os.environ.get("KVTIER_SHARED") or REPOSITORY.parent / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"the shared reference data is not there: {folder} (set KVTIER_SHARED)")
+    return folder
