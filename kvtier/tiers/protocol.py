@@ -1,8 +1,8 @@
 """The Tier protocol: eight verbs behind which every place for bytes looks the same.
 
-A tier holds rows of `row_bytes` in numbered slots. The control thread decides (reserve, release); I/O threads move bytes
-(write, read). A row becomes visible only by a `write` that ended well: reserve → write → checksum → publish. A failed
-or torn write leaves a free slot, never a key. Whoever reads checks: a row comes back verified or with a reason.
+A tier holds rows of `row_bytes` in numbered slots. The control thread decides (reserve, release); I/O threads move
+bytes (write, read). A row becomes visible only by a `write` that ended well: reserve → write → checksum → publish. A
+failed or torn write leaves a free slot, never a key. Whoever reads checks: a row comes back verified or with a reason.
 
 Threads: `reserve`, `release`, `recover` and `close` come from one control thread; `write`, `read`, `probe` and `stats`
 may come from any thread and run side by side, never for the same slot at once.

@@ -1,0 +1,261 @@
+"""The nvme tier: one preallocated slab file and its journal per key space, direct I/O, every row verified.
+
+A write goes data first, journal second: a row exists once its publish record is appended. A release appends its free
+record before the slot can be reserved again. Nothing is synced in between: a killed process loses nothing, and after a
+power cut the row header and the checksum, compared at every read, turn what was lost into misses. `close` syncs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvtier.errors import IntegrityError
+from kvtier.model.keys import KEY_BYTES
+from kvtier.tiers.arguments import check_arguments
+from kvtier.tiers.inflight import InFlight
+from kvtier.tiers.memory import round_up
+from kvtier.tiers.meter import Meter
+from kvtier.tiers.nvme.format import KIND_PUBLISH_FIRST, Entry, Geometry
+from kvtier.tiers.nvme.io import BLOCK, Syscalls
+from kvtier.tiers.nvme.journal import Records
+from kvtier.tiers.nvme.slab import Slab
+from kvtier.tiers.nvme.transfer import Batch, RowTransfer, status_of
+from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, TierProbe, TierStats
+from kvtier.tiers.slots import SlotTable
+
+_CLOSE_WAIT_S = 30.0
+_PROBE_S = 0.2
+
+
+class NvmeTier:
+    """A `Tier` on a local disk. See the module docstring for durability and `kvtier.tiers.protocol` for the contract.
+
+    `max_io_bytes` bounds one system call; adjacent slots are joined up to it. Buffers that start on a sector boundary
+    are read and written in place, others are copied once.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        key_space_digest: bytes,
+        layout_digest: str,
+        row_bytes: int,
+        cap_bytes: int,
+        *,
+        name: str = "nvme",
+        max_io_bytes: int = 8 << 20,
+        direct: bool = True,
+        syscalls: Syscalls | None = None,
+    ) -> None:
+        """Open or create the slab. Raises ConfigError (path, cap, in use) or TierIOError."""
+        self.name = name
+        self.row_bytes = row_bytes
+        self.cap_bytes = cap_bytes
+        self._meter = Meter()
+        geometry = Geometry.of(row_bytes)
+        self._slab = Slab(
+            path,
+            key_space_digest,
+            layout_digest,
+            geometry,
+            cap_bytes,
+            direct=direct,
+            syscalls=syscalls if syscalls is not None else Syscalls(),
+            fault=self._meter.fault,
+        )
+        self._transfer = RowTransfer(self._slab.file, geometry, self._slab.seal, max_io_bytes)
+        self._journal = self._slab.journal
+        self._recovered = self._slab.records
+        self._slots = SlotTable(self._slab.plan.n_slots)
+        self._slots.add(np.flatnonzero(self._journal.generation > 0).astype(np.int32), published=True)
+        self._slots.add(np.flatnonzero(self._journal.generation == 0).astype(np.int32))
+        self._next_generation = int(self._journal.generation.max()) + 1
+        self._unjournaled = np.empty(0, dtype=np.int32)
+        self._in_flight = InFlight()
+        self._generation_lock = threading.Lock()
+        self._probe_lock = threading.Lock()
+
+    # ---- control thread
+
+    def reserve(self, n: int) -> Slots | None:
+        return None if self._in_flight.closed else self._slots.take(n)
+
+    def release(self, slots: Slots) -> None:
+        """See the protocol. If the journal cannot be written, the slots stay unusable until a later release can."""
+        if self._in_flight.closed:
+            return
+        published = slots[self._slots.published(slots)]
+        self._slots.retire(slots)
+        self._slots.reuse(np.setdiff1d(slots, published))
+        if len(published) or len(self._unjournaled):
+            pending = np.concatenate([self._unjournaled, published])
+            try:
+                self._journal.free(pending)
+            except OSError:
+                self._meter.fault("release_not_journaled", len(published))
+                self._unjournaled = pending
+            else:
+                self._unjournaled = pending[:0]
+                self._slots.reuse(pending)
+
+    def recover(self) -> list[RecoveredRow]:
+        records, self._recovered = self._recovered, self._recovered[:0]
+        return parents_first(records)
+
+    def close(self) -> None:
+        """Stop, wait for transfers in flight, sync, unlock."""
+        if self._in_flight.closed:
+            return
+        if self._in_flight.close(_CLOSE_WAIT_S):
+            self._slab.close()
+        else:  # a transfer hangs in the kernel: closing the file now could redirect it to another one
+            self._meter.fault("close_abandoned")
+
+    # ---- any thread
+
+    def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
+        """See the protocol. Raises IntegrityError for slots not reserved, and for keys or buffers of a wrong size."""
+        with self._in_flight.transfer() as is_open:
+            if not is_open:
+                return [RowStatus.CLOSED] * len(rows)
+            check_arguments(slots, rows, sources, self.row_bytes)
+            self._slots.require_reserved(slots)
+            begin_s = time.perf_counter()
+            batch = Batch(slots, rows, sources, self._take_generations(len(rows)))
+            statuses = self._publish(batch, self._transfer.write(batch))
+            moved = self._meter.count_faults(statuses)
+            self._meter.moved(written_bytes=moved * self.row_bytes, write_s=time.perf_counter() - begin_s)
+            return statuses
+
+    def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
+        """See the protocol. A slot that is not published is FOREIGN. Raises IntegrityError for buffers of a wrong
+        size."""
+        with self._in_flight.transfer() as is_open:
+            if not is_open:
+                return [RowStatus.CLOSED] * len(rows)
+            check_arguments(slots, rows, targets, self.row_bytes)
+            begin_s = time.perf_counter()
+            statuses = [RowStatus.FOREIGN] * len(rows)
+            known = np.flatnonzero(self._slots.published(slots))
+            at = known.tolist()
+            generations = self._journal.generation[slots[known]].tolist()
+            batch = Batch(slots[known], [rows[i] for i in at], [targets[i] for i in at], generations)
+            for i, status in zip(at, self._transfer.read(batch), strict=True):
+                statuses[i] = status
+            moved = self._meter.count_faults(statuses)
+            self._meter.moved(read_bytes=moved * self.row_bytes, read_s=time.perf_counter() - begin_s)
+            return statuses
+
+    def probe(self) -> TierProbe:
+        """See the protocol. Uses room kept for this at the end of the slab; a medium that fails or a closed tier
+        probes as infinitely slow."""
+        with self._in_flight.transfer() as is_open, self._probe_lock:
+            if not is_open:
+                return _UNUSABLE
+            size = min(self._slab.plan.scratch_bytes, max(BLOCK, 4 * round_up(self.row_bytes, BLOCK)))
+            buffer = memoryview(mmap.mmap(-1, size))
+            try:
+                write_small_s, write_large_s = self._time(self._slab.file.write, buffer)
+                read_small_s, read_large_s = self._time(self._slab.file.read, buffer)
+            except OSError:
+                self._meter.fault("probe_io_error")
+                return _UNUSABLE
+        read_rate = size / max(read_large_s - read_small_s, read_large_s / 10)
+        write_rate = size / max(write_large_s - write_small_s, write_large_s / 10)
+        return TierProbe(read_small_s, read_rate, write_small_s, write_rate)
+
+    def stats(self) -> TierStats:
+        return self._meter.stats(
+            capacity_rows=self._slots.capacity,
+            used_rows=self._slots.used,
+            cap_bytes=self.cap_bytes,
+            medium_bytes=self._slab.medium_bytes(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless slots and journal agree. Control thread, nothing in flight."""
+        self._slots.check_integrity()
+        every = np.arange(self._slots.capacity, dtype=np.int32)
+        journaled = self._journal.generation > 0
+        journaled[self._unjournaled] = False
+        if not np.array_equal(self._slots.published(every), journaled):
+            raise IntegrityError("published slots and the journal's last words differ")
+
+    # ---- inside
+
+    def _take_generations(self, n: int) -> range:
+        with self._generation_lock:
+            first = self._next_generation
+            self._next_generation += n
+        return range(first, first + n)
+
+    def _publish(self, batch: Batch, statuses: list[RowStatus]) -> list[RowStatus]:
+        """Append the rows that arrived to the journal; if that fails, none of them exists."""
+        entries = [
+            Entry(int(slot), row, generation)
+            for slot, row, generation, status in zip(batch.slots, batch.rows, batch.generations, statuses, strict=True)
+            if status is RowStatus.OK
+        ]
+        if not entries:
+            return statuses
+        try:
+            self._journal.publish(entries)
+        except OSError as error:
+            failed = status_of(error)
+            return [failed if status is RowStatus.OK else status for status in statuses]
+        self._slots.publish(np.array([entry.slot for entry in entries], dtype=np.int32))
+        return statuses
+
+    def _time(self, call: Callable[[int, list[memoryview]], None], buffer: memoryview) -> tuple[float, float]:
+        """Fastest seconds for one block and for the whole buffer at the scratch of the slab."""
+        offset = self._slab.plan.scratch_offset
+        deadline_s = time.perf_counter() + _PROBE_S / 2
+        fastest = [float("inf"), float("inf")]
+        while True:
+            for k, length in enumerate((BLOCK, buffer.nbytes)):
+                begin_s = time.perf_counter()
+                call(offset, [buffer[:length]])
+                fastest[k] = min(fastest[k], time.perf_counter() - begin_s)
+            if time.perf_counter() + 2 * fastest[1] > deadline_s:
+                return fastest[0], fastest[1]
+
+
+_UNUSABLE = TierProbe(float("inf"), 1.0, float("inf"), 1.0)
+
+
+def parents_first(records: Records) -> list[RecoveredRow]:
+    """Recovered rows in the order they were written, except that a row waits for its parent if that comes later."""
+    key_bytes, parent_bytes = records["key"].tobytes(), records["parent"].tobytes()
+    keys = [key_bytes[i : i + KEY_BYTES] for i in range(0, len(key_bytes), KEY_BYTES)]
+    parents = [parent_bytes[i : i + KEY_BYTES] for i in range(0, len(parent_bytes), KEY_BYTES)]
+    is_first = (records["kind"] == KIND_PUBLISH_FIRST).tolist()
+    rows = [
+        RecoveredRow(slot, RowId(key, b"" if first else parent, group))
+        for slot, key, parent, group, first in zip(
+            records["slot"].tolist(), keys, parents, records["count"].tolist(), is_first, strict=True
+        )
+    ]
+    present, seen = set(keys), set[bytes]()
+    waiting: dict[bytes, list[RecoveredRow]] = {}
+    ordered: list[RecoveredRow] = []
+    for found in rows:
+        parent = found.row.parent
+        if parent in present and parent not in seen:
+            waiting.setdefault(parent, []).append(found)
+            continue
+        ready = [found]
+        while ready:
+            found = ready.pop()
+            ordered.append(found)
+            key = found.row.key
+            if key not in seen:
+                seen.add(key)
+                ready.extend(reversed(waiting.pop(key, ())))
+    for orphans in waiting.values():  # a row that is its own ancestor: cannot come from a sound engine
+        ordered.extend(orphans)
+    return ordered
