@@ -1,17 +1,118 @@
 """Leaf-first LRU: the policy to beat, and the guard's yardstick.
 
-A heap of (last use, segment) with lazy updates: an entry is valid while its time equals the segment's last use. Only
-resident leaves are candidates; when a leaf's last resident block goes, its parent becomes one.
+Recency is one number per segment; heads are touched after tails, so of two equally recent segments the deeper goes
+first. Each cache that is ordered by it (the tier, the guard's shadow) queues its leaves in a heap whose entries may be
+out of date: recency only grows, so an entry is a lower bound, and one found out of date is put back with its true
+number. Touching costs an assignment per segment, evicting O(log n) per victim.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
 
-from kvtier.index.tree import Segment
+from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.request import Outcome, RequestContext
+from kvtier.place.draw import Key, draw_victims
 from kvtier.place.policy import TierView, Victim, register_policy
+from kvtier.place.residency import Residency
+from kvtier.predict.forecast import Forecast
+
+
+class Recency:
+    """When each segment was last used, as a sequence number. A TreeListener."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._used = array("q", bytes(8 * max(64, tree.id_limit)))
+        self._sequence = 0
+        tree.listen(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 8 * len(self._used)
+
+    def used(self, segment_id: int) -> int:
+        """The larger, the later."""
+        return self._used[segment_id]
+
+    def touch(self, path: Sequence[Segment]) -> None:
+        """A request used this path."""
+        sequence, used = self._sequence, self._used
+        for segment in reversed(path):
+            sequence += 1
+            used[segment.id] = sequence
+        self._sequence = sequence
+
+    def on_create(self, segment: Segment) -> None:
+        self._reserve(segment.id)
+        self._sequence += 1
+        self._used[segment.id] = self._sequence
+
+    def on_extend(self, segment: Segment, old_length: int) -> None:
+        return
+
+    def on_split(self, head: Segment, tail: Segment) -> None:
+        self._reserve(head.id)
+        self._used[head.id] = self._used[tail.id]
+
+    def on_truncate(self, segment: Segment, old_length: int) -> None:
+        return
+
+    def on_remove(self, segment: Segment) -> None:
+        return
+
+    def _reserve(self, i: int) -> None:
+        while i >= len(self._used):
+            self._used.frombytes(bytes(8 * len(self._used)))
+
+
+class LeafQueue:
+    """The leaves of one residency, least recently used first."""
+
+    def __init__(self, recency: Recency, residency: Residency) -> None:
+        self._recency = recency
+        self._residency = residency
+        self._heap: list[tuple[int, int]] = []
+        self._queued: set[int] = set()
+        residency.on_leaf = self._push
+        for i in residency.leaves.tolist():
+            self._push(i)
+
+    def key_of(self, segment_id: int) -> Key:
+        """Its place in the order of eviction."""
+        return (self._recency.used(segment_id),)
+
+    @contextmanager
+    def drawing(self) -> Iterator[Iterator[tuple[Key, int]]]:
+        """The leaves in order, while the block lasts; afterwards all that are leaves still are candidates again."""
+        drawn: list[int] = []
+        try:
+            yield self._oldest(drawn)
+        finally:
+            for i in drawn:
+                self._push(i)
+
+    def _oldest(self, drawn: list[int]) -> Iterator[tuple[Key, int]]:
+        recency, residency, heap = self._recency, self._residency, self._heap
+        while heap:
+            key, i = heappop(heap)
+            used = recency.used(i)
+            if not residency.is_leaf(i):
+                self._queued.discard(i)
+            elif key != used:
+                heappush(heap, (used, i))
+            else:
+                self._queued.discard(i)
+                drawn.append(i)
+                yield (used,), i
+
+    def _push(self, i: int) -> None:
+        if i not in self._queued:
+            self._queued.add(i)
+            heappush(self._heap, (self._recency.used(i), i))
 
 
 class LeafFirstLRU:
@@ -19,11 +120,13 @@ class LeafFirstLRU:
 
     name = "lru"
 
-    def __init__(self, view: TierView) -> None:
+    def __init__(self, view: TierView, recency: Recency | None = None, residency: Residency | None = None) -> None:
+        """`recency` and `residency` may be another policy's, which then keeps them up to date."""
         self._view = view
-        self._used: dict[int, float] = {}
-        self._sequence = 0
-        view.tree.listen(self)
+        self._owns_recency, self._owns_residency = recency is None, residency is None
+        self._recency = recency or Recency(view.tree)
+        self._residency = residency or mirror_of(view)
+        self._queue = LeafQueue(self._recency, self._residency)
 
     def on_arrival(self, path: Sequence[Segment], context: RequestContext, now: float) -> None:
         self._touch(path)
@@ -32,69 +135,34 @@ class LeafFirstLRU:
         self._touch(path)
 
     def on_resident(self, segment: Segment, old_extent: int, now: float) -> None:
-        self._used.setdefault(segment.id, self._tick())
+        if self._owns_residency:
+            self._residency.set_extent(segment, self._view.extent(segment))
 
     def on_evicted(self, segment: Segment, old_extent: int, now: float) -> None:
-        return
-
-    def on_create(self, segment: Segment) -> None:
-        self._used[segment.id] = self._tick()
-
-    def on_extend(self, segment: Segment, old_length: int) -> None:
-        return
-
-    def on_split(self, head: Segment, tail: Segment) -> None:
-        self._used[head.id] = self._used.get(tail.id, 0)
-
-    def on_truncate(self, segment: Segment, old_length: int) -> None:
-        return
-
-    def on_remove(self, segment: Segment) -> None:
-        self._used.pop(segment.id, None)
+        if self._owns_residency:
+            self._residency.set_extent(segment, self._view.extent(segment))
 
     def victims(self, rows: int, now: float) -> list[Victim]:
-        view, freed = self._view, 0
-        heap = [(self._used.get(leaf.id, 0), leaf.id, leaf) for leaf in view.leaves()]
-        heapq.heapify(heap)
-        kept: dict[int, int] = {}
-        gone: dict[int, int] = {}
-        victims: list[Victim] = []
-        while heap and freed < rows:
-            _, segment_id, segment = heapq.heappop(heap)
-            keep, extent = view.evictable_from(segment), view.extent(segment)
-            if keep >= extent:
-                continue
-            keep = self._trim(segment, keep, extent, rows - freed)
-            freed += view.rows(segment, keep)
-            victims.append(Victim(segment, keep))
-            kept[segment_id] = keep
-            parent = segment.parent
-            if keep == 0 and parent is not None and parent.parent is not None:
-                gone[parent.id] = gone.get(parent.id, 0) + 1
-                resident = sum(1 for child in parent.children.values() if view.extent(child))
-                if gone[parent.id] == resident:
-                    heapq.heappush(heap, (self._used.get(parent.id, 0), parent.id, parent))
-        return victims
-
-    def _trim(self, segment: Segment, keep: int, extent: int, rows: int) -> int:
-        """Do not take more of one segment than is needed: the largest offset that still frees `rows`."""
-        low, high = keep, extent - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._view.rows(segment, middle) >= rows:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        with self._queue.drawing() as oldest:
+            return draw_victims(self._view, self._residency, oldest, self._queue.key_of, rows)
 
     def _touch(self, path: Sequence[Segment]) -> None:
-        # Heads are touched after tails: of two equally recent segments the deeper goes first.
-        for segment in reversed(path):
-            self._used[segment.id] = self._tick()
-
-    def _tick(self) -> float:
-        self._sequence += 1
-        return self._sequence
+        if self._owns_recency:
+            self._recency.touch(path)
 
 
-register_policy("lru", LeafFirstLRU)
+def mirror_of(view: TierView) -> Residency:
+    """A residency that starts as the tier is now (a tier may be recovered from a medium before its policy is made)."""
+    residency = Residency(view.tree)
+    for segment in view.tree.segments():
+        extent = view.extent(segment)
+        if extent:
+            residency.set_extent(segment, extent)
+    return residency
+
+
+def _make(view: TierView, forecast: Forecast | None) -> LeafFirstLRU:
+    return LeafFirstLRU(view)
+
+
+register_policy("lru", _make)

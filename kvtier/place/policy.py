@@ -15,6 +15,7 @@ from typing import Protocol
 from kvtier.errors import ConfigError
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.request import Outcome, RequestContext
+from kvtier.predict.forecast import Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class EvictionPolicy(Protocol):
         ...
 
 
-PolicyFactory = Callable[[TierView], EvictionPolicy]
+PolicyFactory = Callable[[TierView, Forecast | None], EvictionPolicy]
 
 _registry: dict[str, PolicyFactory] = {}
 
@@ -105,8 +106,12 @@ def policy_names() -> list[str]:
     return sorted(_registry)
 
 
-def make_policy(name: str, view: TierView) -> EvictionPolicy:
-    """Build the named policy for one tier. Raises ConfigError naming what exists."""
+def make_policy(name: str, view: TierView, forecast: Forecast | None = None) -> EvictionPolicy:
+    """Build the named policy for one tier. Raises ConfigError naming what exists.
+
+    `forecast` is the cache's own when several tiers share one; the caller then tells it of every request, before the
+    policies. Without it a policy that needs one makes its own and feeds it.
+    """
     if name not in _registry:
         raise ConfigError(f"no eviction policy named {name!r}; choose one of {', '.join(policy_names())}")
-    return _registry[name](view)
+    return _registry[name](view, forecast)

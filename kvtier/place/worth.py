@@ -1,0 +1,114 @@
+"""Eviction by worth: the segment with the least expected hits per block second goes first, leaf-first.
+
+The tail just finished competes with everything else, so a policy that expects nothing of it lets it go at once
+(implicit bypass). While the guard finds that leaf-first LRU does better, the tier is ordered by that instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.index.tree import Segment
+from kvtier.model.request import Outcome, RequestContext
+from kvtier.place.draw import Key, draw_victims
+from kvtier.place.guard import Guard
+from kvtier.place.leaves import LeafSample
+from kvtier.place.lru import LeafFirstLRU, Recency, mirror_of
+from kvtier.place.policy import TierView, Victim, register_policy
+from kvtier.predict.forecast import Forecast
+
+
+class WorthPolicy:
+    """Policy "kvtier". Not thread-safe: one control thread."""
+
+    name = "kvtier"
+
+    def __init__(
+        self, view: TierView, forecast: Forecast | None = None, *, guarded: bool = True, seed: int = 0
+    ) -> None:
+        """With a `forecast` of the cache the caller feeds it; without, the policy makes and feeds its own."""
+        self._view = view
+        self._feeds = forecast is None
+        self.forecast = forecast or Forecast(view.tree)
+        self._recency = Recency(view.tree)
+        self._residency = mirror_of(view)
+        self._sample = LeafSample(self.forecast, self._residency, seed)
+        self._lru = LeafFirstLRU(view, self._recency, self._residency)
+        self.guard = Guard(view, self.forecast, self._recency, seed) if guarded else None
+        self.threshold = 0.0  # worth of the last victim: what a segment must be worth to stay in this tier
+
+    def on_arrival(self, path: Sequence[Segment], context: RequestContext, now: float) -> None:
+        if self._feeds:
+            self.forecast.on_arrival(path, context, now)
+        self._recency.touch(path)
+        if self.guard is not None:
+            self.guard.on_arrival(path)
+
+    def on_finish(self, path: Sequence[Segment], context: RequestContext, outcome: Outcome, now: float) -> None:
+        if self._feeds:
+            self.forecast.on_finish(path, context, outcome, now)
+        self._recency.touch(path)
+        if self.guard is not None:
+            self.guard.on_finish(path, self._capacity_blocks(), now)
+
+    def on_resident(self, segment: Segment, old_extent: int, now: float) -> None:
+        self._residency.set_extent(segment, self._view.extent(segment))
+
+    def on_evicted(self, segment: Segment, old_extent: int, now: float) -> None:
+        self._residency.set_extent(segment, self._view.extent(segment))
+
+    def victims(self, rows: int, now: float) -> list[Victim]:
+        if self.guard is not None and not self.guard.trusts_forecast:
+            victims = self._lru.victims(rows, now)
+        elif self.guard is None:
+            victims = draw_victims(self._view, self._residency, *self._sample.draw(now), rows)
+        else:
+            victims = self._like_shadow(rows, now)
+        if victims:
+            self.threshold = self._sample.key_of(victims[-1].segment.id, now)[0]
+        return victims
+
+    def _like_shadow(self, rows: int, now: float) -> list[Victim]:
+        """First what the guard's shadow no longer holds, then by worth. Where both always agree, as they do once the
+        guard has settled, nothing needs to be scored."""
+        guard = self.guard
+        assert guard is not None
+        shadow = guard.by_worth.residency
+
+        def key_of(i: int) -> Key:
+            return (float(shadow.extent(i) >= self._residency.extent(i)), *self._sample.key_of(i, now))
+
+        leaves = self._residency.leaves
+        outside = leaves[shadow.extents(leaves) < self._residency.extents(leaves)]
+        return draw_victims(
+            self._view, self._residency, self._in_order(outside, now), key_of, rows, lambda s: shadow.extent(s.id)
+        )
+
+    def _in_order(self, outside: npt.NDArray[np.int32], now: float) -> Iterator[tuple[Key, int]]:
+        if len(outside) == 1:
+            yield (0.0, 0.0), int(outside[0])
+        else:
+            worth = self.forecast.worth(outside, now)
+            for n in np.argsort(worth, kind="stable").tolist():
+                yield (0.0, float(worth[n])), int(outside[n])
+        first, _ = self._sample.draw(now)
+        for key, i in first:
+            yield (1.0, *key), i
+
+    def _capacity_blocks(self) -> int:
+        """The tier's capacity in blocks, by the rows its blocks take on average."""
+        view = self._view
+        rows, blocks = view.resident_rows, self._residency.blocks
+        if not rows or rows == blocks:
+            return view.capacity_rows
+        return max(1, view.capacity_rows * blocks // rows)
+
+
+def _make(view: TierView, forecast: Forecast | None) -> WorthPolicy:
+    return WorthPolicy(view, forecast)
+
+
+register_policy("kvtier", _make)
