@@ -1,0 +1,90 @@
+"""Every metric kvtier exports, in one table, and the recorder the core writes to.
+
+The core knows no metrics library: it adds to a `Recorder`; a connector drains it into the engine's own /metrics, the
+command line into prometheus-client. Sums over labels are conserved: `kvtier_tokens` over all sources equals the prompt
+tokens of finished requests, and its `recompute` share equals the sum of `kvtier_miss_tokens` over all reasons.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+Labels = tuple[str, ...]
+
+
+class Kind(Enum):
+    """How values of a metric combine."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class MetricDef(NamedTuple):
+    """One exported metric. Counters get the suffix `_total` on the wire."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: Labels = ()
+    buckets: tuple[float, ...] = ()
+
+
+_SECONDS = (0.0001, 0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+
+TABLE: tuple[MetricDef, ...] = (
+    MetricDef("kvtier_tokens", Kind.COUNTER, "Prompt tokens of ended requests by where they came from.", ("source",)),
+    MetricDef("kvtier_miss_tokens", Kind.COUNTER, "Recomputed prompt tokens by the one reason why.", ("reason",)),
+    MetricDef("kvtier_requests", Kind.COUNTER, "Ended requests by how they stopped.", ("stop",)),
+    MetricDef("kvtier_bytes", Kind.COUNTER, "Bytes moved by tier and direction.", ("tier", "direction")),
+    MetricDef(
+        "kvtier_seconds", Kind.COUNTER, "Seconds spent moving bytes, summed over I/O threads.", ("tier", "direction")
+    ),
+    MetricDef("kvtier_blocks_stored", Kind.COUNTER, "Rows published by tier.", ("tier",)),
+    MetricDef("kvtier_evictions", Kind.COUNTER, "Rows dropped by tier and reason.", ("tier", "reason")),
+    MetricDef("kvtier_faults", Kind.COUNTER, "Rows a tier failed to move, by reason.", ("tier", "reason")),
+    MetricDef("kvtier_stores_refused", Kind.COUNTER, "Rows not admitted, by tier and reason.", ("tier", "reason")),
+    MetricDef("kvtier_gate_decisions", Kind.COUNTER, "Loads by what the gate chose: all, part, none.", ("decision",)),
+    MetricDef("kvtier_recovered_rows", Kind.COUNTER, "Rows found again after a restart.", ("tier",)),
+    MetricDef("kvtier_resident_bytes", Kind.GAUGE, "Bytes of published rows.", ("tier",)),
+    MetricDef("kvtier_capacity_bytes", Kind.GAUGE, "Cap of the tier.", ("tier",)),
+    MetricDef("kvtier_medium_bytes", Kind.GAUGE, "Bytes the tier occupies on its medium.", ("tier",)),
+    MetricDef("kvtier_leases", Kind.GAUGE, "Leases now outstanding."),
+    MetricDef("kvtier_queue_depth", Kind.GAUGE, "Rows waiting for or in the mover.", ("direction",)),
+    MetricDef("kvtier_breaker_state", Kind.GAUGE, "0 closed, 1 half-open, 2 open.", ("tier",)),
+    MetricDef("kvtier_segments", Kind.GAUGE, "Segments in the prefix tree, resident or remembered."),
+    MetricDef("kvtier_index_blocks", Kind.GAUGE, "Blocks in the prefix tree, resident or remembered."),
+    MetricDef("kvtier_load_wait_seconds", Kind.HISTOGRAM, "Wait of a request for its promotions.", (), _SECONDS),
+    MetricDef("kvtier_control_seconds", Kind.HISTOGRAM, "Control-plane time of one call.", ("call",), _SECONDS),
+)
+
+BY_NAME: dict[str, MetricDef] = {definition.name: definition for definition in TABLE}
+
+
+class Recorder:
+    """Collects values between two drains. Not thread-safe: the control thread writes and drains."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, Labels], float] = {}
+        self._observations: dict[tuple[str, Labels], list[float]] = {}
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter. Zero adds nothing."""
+        if amount:
+            key = (name, labels)
+            self._sums[key] = self._sums.get(key, 0.0) + amount
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        self._sums[(name, labels)] = value
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add one observation to a histogram."""
+        self._observations.setdefault((name, labels), []).append(value)
+
+    def drain(self) -> tuple[dict[tuple[str, Labels], float], dict[tuple[str, Labels], list[float]]]:
+        """Hand out and forget what was collected: (sums and gauges, observations), by (name, labels)."""
+        sums, observations = self._sums, self._observations
+        self._sums, self._observations = {}, {}
+        return sums, observations
