@@ -69,7 +69,9 @@ def chain(n: int, seed: int = 0, group: int = 0) -> list[RowId]:
 
 def payload(row: RowId, row_bytes: int) -> memoryview:
     """The bytes that belong to a row: another row has others."""
-    return memoryview(bytearray(random.Random(row.key + row.parent + bytes([row.group])).randbytes(row_bytes)))
+    return memoryview(
+        bytearray(random.Random(row.key + row.parent + row.group.to_bytes(2, "little")).randbytes(row_bytes))
+    )
 
 
 def targets(n: int, row_bytes: int) -> list[memoryview]:

@@ -6,6 +6,7 @@ fail without patching globals. All calls block and release the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -118,7 +119,8 @@ class DirectFile:
             offset += moved
             pending = _drop(pending, moved)
         if not self.direct:
-            os.posix_fadvise(self.fd, start, total, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # advice only
+                os.posix_fadvise(self.fd, start, total, os.POSIX_FADV_DONTNEED)
 
 
 def _drop(buffers: list[memoryview], n_bytes: int) -> list[memoryview]:

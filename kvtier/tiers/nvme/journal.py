@@ -91,11 +91,10 @@ class Journal:
         A missing, foreign or damaged file replays as empty. Raises nothing.
         """
         try:
-            data = self._read_whole()
+            verdict, data = self._read_file()
         except OSError:
             self._fault("journal_io_error")
             return np.zeros(0, dtype=RECORD_DTYPE)
-        verdict = judge_journal_header(data[:BLOCK], self._slab_id)
         if verdict is not Verdict.OK:
             if verdict is not Verdict.EMPTY:
                 self._fault(f"journal_{verdict.value}")
@@ -111,25 +110,31 @@ class Journal:
 
     def start(self, records: Records) -> None:
         """Write a fresh file that holds `records` and open it. Raises OSError."""
-        self._fd = self._write_file(records.tobytes())
-        self._sys.rename(self.temporary_path, self.path)
+        fd = self._write_file(records.tobytes())
+        try:
+            self._sys.rename(self.temporary_path, self.path)
+        except OSError:
+            self._sys.close(fd)
+            raise
+        self._fd = fd
         self._end = len(records)
         self._schedule()
 
-    def _read_whole(self) -> bytes:
+    def _read_file(self) -> tuple[Verdict, bytearray]:
+        """The verdict on the file's header, and its records if it is ours (a foreign file may be of any size)."""
         try:
             fd = self._sys.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
-            return b""
+            return Verdict.EMPTY, bytearray()
         try:
-            data = bytearray(os.fstat(fd).st_size)
-            view, done = memoryview(data), 0
-            while done < len(data):
-                moved = self._sys.preadv(fd, [view[done:]], done)
-                if moved <= 0:
-                    break
-                done += moved
-            return bytes(view[:done])
+            header = bytearray(BLOCK)
+            moved = self._sys.preadv(fd, [memoryview(header)], 0)
+            verdict = judge_journal_header(bytes(header[:moved]), self._slab_id)
+            if verdict is not Verdict.OK:
+                return verdict, bytearray()
+            records = bytearray(max(0, os.fstat(fd).st_size - BLOCK) // RECORD_BYTES * RECORD_BYTES)
+            self._read_at(fd, memoryview(records), BLOCK)
+            return verdict, records
         finally:
             self._sys.close(fd)
 
@@ -286,13 +291,12 @@ def allocate(syscalls: Syscalls, fd: int, length: int) -> None:
     syscalls.ftruncate(fd, length)
 
 
-def sound_records(data: bytes, seed: int) -> tuple[Records, int]:
-    """The records of a journal file whose checksum holds and whose sequence rises, and how many are damaged."""
-    whole = (len(data) - BLOCK) // RECORD_BYTES
-    records = np.frombuffer(data, dtype=RECORD_DTYPE, count=whole, offset=BLOCK)
+def sound_records(data: bytearray, seed: int) -> tuple[Records, int]:
+    """The records in `data` whose checksum holds and whose sequence rises, and how many are damaged."""
+    records = np.frombuffer(data, dtype=RECORD_DTYPE)
     used = np.flatnonzero((records["kind"] != 0) | (records["checksum"] != 0))
     view = memoryview(data)
-    starts = (BLOCK + used * RECORD_BYTES).tolist()
+    starts = (used * RECORD_BYTES).tolist()
     actual = [checksum64(view[start : start + _CHECKED_BYTES], seed) for start in starts]
     sound = records["checksum"][used] == np.array(actual, dtype=np.uint64)
     kept = records[used[sound]]
