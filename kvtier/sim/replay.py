@@ -22,6 +22,8 @@ from kvtier.sim.tier import SimTier
 from kvtier.sim.traces.records import TRACE_KEY_BYTES, TraceRequest
 from kvtier.testing.clock import VirtualClock
 
+PROGRESS_EVERY = 256  # requests
+
 Factory = Callable[[TierView], EvictionPolicy]
 
 
@@ -118,12 +120,16 @@ def replay(
     capacity_blocks: int,
     *,
     tree: PrefixTree | None = None,
-    on_request: Callable[[], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> ReplayResult:
-    """Replay `requests` and return the counts. `on_request` is called after each (progress bars)."""
-    run = Replay(factory, capacity_blocks, tree)
+    """Replay `requests` and return the counts. `on_progress` is told now and then how many more were served."""
+    run, served = Replay(factory, capacity_blocks, tree), 0
     for request in requests:
         run.step(request)
-        if on_request is not None:
-            on_request()
+        served += 1
+        if on_progress is not None and served == PROGRESS_EVERY:
+            on_progress(served)
+            served = 0
+    if on_progress is not None:
+        on_progress(served)
     return run.result()

@@ -24,11 +24,12 @@ from msgspec import Meta
 from kvtier.errors import TraceError
 from kvtier.model.request import InputType, Outcome, RequestContext, StopReason
 from kvtier.sim.traces.chains import ChainBuilder, IdArray, pack
-from kvtier.sim.traces.lines import decode, read_lines
-from kvtier.sim.traces.mooncake import MAX_ID, Count
+from kvtier.sim.traces.lines import Count, Id, decode, read_lines
 from kvtier.sim.traces.records import Session, Trace, TraceRequest
 
 MAX_PROMPT_IDS = 1 << 22  # a run-length code may claim any length; no prompt has more than this many ids
+
+MAX_ID = 2**64 - 1
 
 STOP_REASONS = {
     "tool_use": StopReason.TOOL_USE,
@@ -56,7 +57,7 @@ class _Request(msgspec.Struct):
     t: Annotated[float, Meta(ge=0)]
     i: Count
     k: Count
-    new: list[tuple[Count, Count]]
+    new: list[tuple[Id, Count]]
     a: int | str = 0
     out: Count = 0
     it: list[str] = []
@@ -182,7 +183,7 @@ class _Reader:
 
     def _expand(self, where: str, line: _Request) -> IdArray:
         total = line.k + sum(count for _, count in line.new)
-        if total > MAX_PROMPT_IDS or any(first > MAX_ID - count for first, count in line.new):
+        if total > MAX_PROMPT_IDS or any(first + count > MAX_ID for first, count in line.new):
             raise TraceError(f"{where}: a prompt of {total} ids is beyond reason")
         runs = [np.arange(first, first + count, dtype=np.uint64) for first, count in line.new]
         return np.concatenate(runs) if runs else np.zeros(0, dtype=np.uint64)

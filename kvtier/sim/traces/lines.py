@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+import numpy as np
+from msgspec import Meta
 
 from kvtier.errors import TraceError
+from kvtier.sim.traces.chains import IdArray
 
 GZIP_MAGIC = b"\x1f\x8b"
+
+MAX_COUNT = 2**53
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Id = Annotated[int, Meta(ge=0)]  # of any 64 bits
 
 T = TypeVar("T")
 
@@ -41,3 +49,11 @@ def decode(decoder: msgspec.json.Decoder[T], path: Path, number: int, line: byte
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}:{number}: {error}") from error
+
+
+def id_array(ids: Sequence[int], path: Path, number: int) -> IdArray:
+    """Ids or tokens as an array. Raises TraceError naming the file and the line if one has more than 64 bits."""
+    try:
+        return np.array(ids, dtype=np.uint64)
+    except OverflowError as error:
+        raise TraceError(f"{path}:{number}: an id has more than 64 bits") from error

@@ -11,26 +11,22 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvtier.errors import TraceError
 from kvtier.model.request import Outcome, RequestContext
 from kvtier.sim.traces.chains import ChainBuilder, pack
-from kvtier.sim.traces.lines import decode, read_lines
+from kvtier.sim.traces.lines import Count, Id, decode, id_array, read_lines
 from kvtier.sim.traces.records import Session, Trace, TraceRequest
 
 ID_TOKENS = 512
-MAX_ID = 2**63 - 1  # the largest bound a JSON schema constraint of msgspec may have
-
-Count = Annotated[int, Meta(ge=0, le=MAX_ID)]
 
 
 class _Line(msgspec.Struct):
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: Count
     output_length: Count
-    hash_ids: list[Count]
+    hash_ids: list[Id]
 
 
 def read_mooncake(path: Path, block_tokens: int) -> Trace:
@@ -48,7 +44,7 @@ def read_mooncake(path: Path, block_tokens: int) -> Trace:
                 f"{path}:{number}: {len(line.hash_ids)} ids do not cover the {whole} whole blocks of "
                 f"{line.input_length} tokens"
             )
-        chain = chains.chain(np.array(line.hash_ids[:whole], dtype=np.uint64))
+        chain = chains.chain(id_array(line.hash_ids[:whole], path, number))
         if chain:
             at_s = line.timestamp / 1000.0
             requests.append(

@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvtier.errors import TraceError
 from kvtier.model.request import InputType, Outcome, RequestContext, StopReason
 from kvtier.sim.traces.agent_sessions import STOP_REASONS
 from kvtier.sim.traces.chains import ChainBuilder, pack
-from kvtier.sim.traces.lines import decode, read_lines
-from kvtier.sim.traces.mooncake import Count
+from kvtier.sim.traces.lines import Count, Id, decode, id_array, read_lines
 from kvtier.sim.traces.records import Session, Trace, TraceRequest
 
 INPUT_TYPES = {"user_text": InputType.USER_TEXT, "text": InputType.USER_TEXT, "tool_result": InputType.TOOL_RESULT}
@@ -35,8 +33,8 @@ INPUT_TYPES = {"user_text": InputType.USER_TEXT, "text": InputType.USER_TEXT, "t
 
 class _Line(msgspec.Struct):
     t: Annotated[float, Meta(ge=0)]
-    tokens: list[Count] | None = None
-    block_ids: list[Count] | None = None
+    tokens: list[Id] | None = None
+    block_ids: list[Id] | None = None
     session: str = ""
     tool: str = ""
     input_type: str = ""
@@ -61,10 +59,10 @@ def read_requests_jsonl(path: Path, block_tokens: int) -> Trace:
             raise TraceError(f"{path}:{number}: a file uses either tokens or block_ids throughout")
         uses_tokens = line.tokens is not None
         if line.tokens is not None:
-            chain, length = by_token.chain(np.array(line.tokens, dtype=np.uint64)), len(line.tokens)
+            chain, length = by_token.chain(id_array(line.tokens, path, number)), len(line.tokens)
         else:
             ids = line.block_ids or []
-            chain, length = by_block.chain(np.array(ids, dtype=np.uint64)), len(ids) * block_tokens
+            chain, length = by_block.chain(id_array(ids, path, number)), len(ids) * block_tokens
         if chain:
             requests.append(_record(number, line, pack(chain), length))
     return Trace(path.name, "requests-jsonl", block_tokens, [Session(requests=tuple(requests), start_s=0.0)])
