@@ -7,6 +7,8 @@ import sys
 import typer
 
 from kvtier import __version__
+from kvtier.cli.analyze import analyze
+from kvtier.cli.replay import replay
 from kvtier.errors import KVTierError
 
 app = typer.Typer(
@@ -22,6 +24,10 @@ app = typer.Typer(
 def version() -> None:
     """Print kvtier's version."""
     typer.echo(__version__)
+
+
+app.command()(replay)
+app.command()(analyze)
 
 
 def main() -> None:
