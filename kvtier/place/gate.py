@@ -9,6 +9,7 @@ curve and backlog. Ties go to the longer load.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,66 +18,65 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_FORGET = 0.995
+_BINS, _KEPT_PER_BIN = 24, 8
 _MIN_OBSERVATIONS = 3
+# A model that has seen prompts of n tokens says nothing of one more than this many times longer.
+_REACH = 4
 
 
 class PrefillModel:
-    """Seconds to prefill tokens [start, stop): a + b·tokens + c·Σposition, learned online.
+    """Seconds to prefill tokens [start, stop): a + b·tokens + c·Σposition, learned online. Not thread-safe.
 
-    Recursive least squares with forgetting; coefficients are clamped at zero. Not thread-safe.
+    The last few engine steps of every size (by powers of two of tokens) are kept, so that a thousand short steps cannot
+    push out what one long one said; coefficients are non-negative least squares of relative errors over those.
     """
 
     def __init__(self) -> None:
-        self._gram = np.eye(3) * 1e-9
-        self._moment = np.zeros(3)
+        self._kept: list[deque[Floats]] = [deque(maxlen=_KEPT_PER_BIN) for _ in range(_BINS)]
         self._coefficients = np.zeros(3)
+        self._stale = False
+        self._longest_tokens = 0
         self.observations = 0
 
-    @property
-    def ready(self) -> bool:
-        """Whether enough prefill steps were seen to estimate at all."""
-        return self.observations >= _MIN_OBSERVATIONS
+    def knows(self, tokens: int) -> bool:
+        """Whether enough was seen to say what computing `tokens` tokens costs."""
+        return self.observations >= _MIN_OBSERVATIONS and tokens <= _REACH * self._longest_tokens
 
     def observe(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """One engine step computed tokens [start, stop) of one or several prompts in `seconds`."""
-        spans = [(start, stop) for start, stop in spans if stop > start]
-        if not spans or seconds <= 0:
+        tokens = sum(max(0, stop - start) for start, stop in spans)
+        if not tokens or seconds <= 0:
             return
-        x = self._features(spans)
-        # Relative error matters: a 2,048-token step must not drown the 64-token ones.
-        weight = 1.0 / seconds**2
-        self._gram = self._gram * _FORGET + weight * np.outer(x, x)
-        self._moment = self._moment * _FORGET + weight * seconds * x
+        positions = sum((stop - start) * (start + stop) / 2 for start, stop in spans)
+        # In thousands, so that the columns are of like size.
+        row = np.array([1.0, tokens / 1e3, positions / 1e6, seconds])
+        self._kept[min(tokens.bit_length(), _BINS - 1)].append(row)
+        self._longest_tokens = max(self._longest_tokens, tokens)
         self.observations += 1
-        self._solve()
+        self._stale = True
 
     def seconds_from(self, starts: npt.NDArray[np.int64], stop: int) -> Floats:
         """Estimates for tokens [start, stop) for every start; 0 where nothing is left or nothing was observed yet."""
+        if self._stale:
+            self._fit()
         n = (stop - starts).astype(np.float64)
         a, b, c = self._coefficients
         seconds: Floats = np.where(n > 0, a + b * n / 1e3 + c * n * (starts + stop) / 2e6, 0.0)
         return seconds
 
-    def _solve(self) -> None:
-        """Non-negative least squares over three coefficients: drop the most negative one until none is."""
+    def _fit(self) -> None:
+        """Drop the most negative coefficient until none is."""
+        table = np.array([row for kept in self._kept for row in kept])
+        x, y = table[:, :3] / table[:, 3:], np.ones(len(table))
         active = [0, 1, 2]
+        self._coefficients = np.zeros(3)
         while active:
-            sub = np.ix_(active, active)
-            ridge = 1e-9 * np.trace(self._gram[sub]) * np.eye(len(active))
-            solution = np.linalg.solve(self._gram[sub] + ridge, self._moment[active])
+            solution = np.linalg.lstsq(x[:, active], y, rcond=1e-9)[0]
             if (solution >= 0).all():
-                self._coefficients = np.zeros(3)
                 self._coefficients[active] = solution
-                return
+                break
             active.remove(active[int(np.argmin(solution))])
-
-    @staticmethod
-    def _features(spans: Sequence[tuple[int, int]]) -> Floats:
-        # In thousands, so that the three columns are of like size.
-        tokens = sum(stop - start for start, stop in spans)
-        positions = sum((stop - start) * (start + stop) / 2 for start, stop in spans)
-        return np.array([1.0, tokens / 1e3, positions / 1e6])
+        self._stale = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,14 @@ def choose_cut(
     """How many of the blocks found after `start_token` to load.
 
     `bytes_by_tier` gives, for each tier, its curve and the cumulative bytes to load from it for 0, 1, … n blocks
-    (arrays of n + 1). Tiers are read one after the other at worst, so their times add up. With no prefill timing yet,
-    everything is loaded: the first load is how the comparison starts.
+    (arrays of n + 1). Tiers are read one after the other at worst, so their times add up. Where the prefill model has
+    not seen enough to say what recomputing costs, everything is loaded.
     """
     n = len(bytes_by_tier[0][1]) - 1 if bytes_by_tier else 0
     load: Floats = np.zeros(n + 1)
     for curve, cumulative in bytes_by_tier:
         load += curve.seconds(cumulative)
-    if not prefill.ready or n == 0:
+    if n == 0 or not prefill.knows(prompt_tokens - start_token):
         return Cut(n, float(load[n]), 0.0)
     starts = np.minimum(start_token + block_tokens * np.arange(n + 1), prompt_tokens)
     recompute = prefill.seconds_from(starts, prompt_tokens)

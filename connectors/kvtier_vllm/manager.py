@@ -1,0 +1,204 @@
+"""vLLM's OffloadingManager over TierCache: translates keys to blocks, holds no policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
+
+from kvtier.cache.request import BlockState, CachedRequest
+from kvtier.cache.stores import RowRef
+from kvtier.cache.tier_cache import TierCache
+from kvtier.model.keys import KeySpace
+from kvtier.model.request import Outcome
+from kvtier_vllm.identity import adapter_fingerprint
+from kvtier_vllm.metrics import drain
+from kvtier_vllm.requests import context_of, outcome_of
+
+_RESULTS = {
+    BlockState.MISS: LookupResult.MISS,
+    BlockState.HIT: LookupResult.HIT,
+    BlockState.PENDING: LookupResult.HIT_PENDING,
+}
+_SOURCES = {"dram": CacheHitSource.HOST, "nvme": CacheHitSource.DISK}
+_GAUGE_INTERVAL_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A vLLM request and what TierCache knows of it."""
+
+    request: Request
+    cached: CachedRequest
+    key_space: KeySpace
+    hashes_used: int
+    outcome: Outcome | None = None
+
+
+class KVTierManager(OffloadingManager):
+    """One engine's manager. All calls come from the scheduler's thread."""
+
+    def __init__(
+        self,
+        cache: TierCache,
+        key_space: KeySpace,
+        group_ids: Sequence[int],
+        blocks_per_chunk: int,
+        tokens_per_hash: int,
+    ) -> None:
+        self.cache = cache
+        self._key_space = key_space
+        self._group_column = {group_id: column for column, group_id in enumerate(group_ids)}
+        self._chunk_tokens = cache.block_tokens
+        self._hashes_per_chunk = cache.block_tokens // tokens_per_hash
+        self._adapters: dict[str, KeySpace] = {}
+        self._announced: Request | None = None
+        self._tracked: dict[str, Tracked] = {}
+        self._gauges_due_s = 0.0
+
+    # --- for the connector --------------------------------------------------------------------------------------
+
+    def announce(self, request: Request) -> None:
+        """The next `on_new_request` is about this request: vLLM's context alone names no session and no tokens."""
+        self._announced = request
+
+    def tracked(self, request_id: str) -> Tracked | None:
+        """What is known of a running request."""
+        return self._tracked.get(request_id)
+
+    def plan(self, tracked: Tracked, computed_tokens: int) -> bool:
+        """Look up what can be loaded after the device's own hit. False: still on its way, ask again next step."""
+        self.cache.poll()
+        self._grow(tracked)
+        return self.cache.lookup(tracked.cached, computed_tokens // self._chunk_tokens) is not None
+
+    def note_outcome(self, request: Request) -> None:
+        """The request ended; its last blocks may still be offered before `on_request_finished`."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            tracked.outcome = outcome_of(request, self.cache.clock.now())
+
+    # --- OffloadingManager --------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        request, self._announced = self._announced, None
+        if request is not None and request.request_id == req_context.req_id:
+            key_space = self._space_of(request)
+            hashes = list(request.block_hashes)[self._hashes_per_chunk - 1 :: self._hashes_per_chunk]
+            cached = self.cache.open(context_of(request, self.cache.clock.now()), key_space.adopt(hashes))
+            tracked = Tracked(request, cached, key_space, len(hashes))
+            req_context.set_state(tracked)
+            self._tracked[req_context.req_id] = tracked
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        tracked = self._tracked.get(req_context.req_id)
+        plan = tracked.cached.plan if tracked is not None else None
+        if plan is None:
+            return LookupResult.MISS
+        row = self._row(key, req_context)
+        offset = row.block - plan.start
+        if not 0 <= offset < plan.blocks:
+            return LookupResult.MISS
+        return _RESULTS[BlockState(plan.states[offset, row.group])]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        tracked = self._tracked.get(req_context.req_id)
+        if tracked is None:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
+        tier = tracked.cached.promoted_from.get(self._row(key, req_context).block, "dram")
+        return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        tracked = self._tracked[req_context.req_id]
+        slots = self.cache.take_load(tracked.cached, [self._row(key, req_context) for key in keys])
+        return CPULoadStoreSpec(slots.tolist())
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        tracked = req_context.get_state(Tracked)
+        if tracked is not None:
+            self.cache.end_load(tracked.cached)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        tracked = self._tracked.get(req_context.req_id)
+        if tracked is None:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        self._grow(tracked)
+        rows = {self._row(key, req_context): key for key in keys}
+        granted = self.cache.offer_store(tracked.cached, [row for row in rows if row.block < tracked.cached.blocks])
+        return PrepareStoreOutput(
+            [rows[row] for row, _ in granted], CPULoadStoreSpec([slot for _, slot in granted]), []
+        )
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        tracked = req_context.get_state(Tracked)
+        if tracked is not None:
+            self.cache.commit_store(tracked.cached, [self._row(key, req_context) for key in keys])
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        tracked = self._tracked.pop(req_context.req_id, None)
+        if tracked is not None:
+            self._grow(tracked)
+            now = self.cache.clock.now()
+            self.cache.close_request(tracked.cached, tracked.outcome or Outcome(finished_s=now))
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.cache.poll()
+
+    def has_pending_work(self) -> bool:
+        return self.cache.busy
+
+    def reset_cache(self) -> None:
+        self.cache.reset()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        if now >= self._gauges_due_s:
+            self._gauges_due_s = now + _GAUGE_INTERVAL_S
+            self.cache.gauges()
+        return drain(self.cache.recorder)
+
+    def take_events(self) -> Iterable[object]:
+        return ()
+
+    def shutdown(self) -> None:
+        self.cache.close()
+
+    # --- keys ---------------------------------------------------------------------------------------------------
+
+    def _row(self, key: OffloadKey, req_context: ReqContext) -> RowRef:
+        end_token = req_context.get_offload_key_position(key)
+        assert end_token is not None
+        return RowRef(end_token // self._chunk_tokens - 1, self._group_column[int.from_bytes(key[-4:], "big")])
+
+    def _grow(self, tracked: Tracked) -> None:
+        """Take in the blocks vLLM has hashed since the last call."""
+        have = len(tracked.request.block_hashes) // self._hashes_per_chunk
+        if have > tracked.hashes_used:
+            first = (tracked.hashes_used + 1) * self._hashes_per_chunk - 1
+            more = list(tracked.request.block_hashes)[first :: self._hashes_per_chunk]
+            self.cache.extend(tracked.cached, tracked.key_space.adopt(more))
+            tracked.hashes_used = have
+
+    def _space_of(self, request: Request) -> KeySpace:
+        if request.lora_request is None:
+            return self._key_space
+        fingerprint = adapter_fingerprint(request.lora_request)
+        if fingerprint not in self._adapters:
+            self._adapters[fingerprint] = self._key_space.with_adapter(fingerprint)
+        return self._adapters[fingerprint]

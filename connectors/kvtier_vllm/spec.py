@@ -1,0 +1,186 @@
+"""The offloading spec: how big a row is, where the shared rows live, and who moves and who manages them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingWorker
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from kvtier.cache.tier_cache import TierCache
+from kvtier.errors import ConfigError
+from kvtier.model.layout import Layout
+from kvtier.tiers.dram import DramTier
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.protocol import Tier
+from kvtier_vllm.identity import geometry_of, key_space_of, layout_of
+from kvtier_vllm.manager import KVTierManager
+from kvtier_vllm.metrics import metric_definitions
+from kvtier_vllm.options import cache_config
+from kvtier_vllm.worker import HostWorker
+
+logger = init_logger("vllm.kvtier")
+
+# vLLM's factory builds the spec from a reduced configuration; the connector that asks for it leaves the whole one here.
+building: ContextVar[tuple[VllmConfig, KVCacheConfig]] = ContextVar("kvtier_building")
+
+
+class KVTierOffloadingSpec(CPUOffloadingSpec):
+    """Rows in a shared memory region, as vLLM's own CPU offloading lays them out, managed by TierCache."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions()
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        return ()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self._vllm_config, self._kv_cache_config = building.get()
+        self._cache_config = cache_config(config.extra_config)
+        _refuse_unsupported(config, self._vllm_config)
+        extra = dict(config.extra_config)
+        extra["cpu_bytes_to_use"] = self._cache_config.dram_bytes
+        extra["offload_prompt_only"] = not self._cache_config.store_generated
+        super().__init__(_with_extra(config, extra))
+        if self.num_chunks < 1:
+            raise ConfigError(
+                f"dram_bytes is {self._cache_config.dram_bytes}, less than one block of this model "
+                f"({self.kv_bytes_per_chunk} bytes); raise it"
+            )
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = self._build_manager()
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            if current_platform.is_cuda_alike() or current_platform.is_xpu():
+                self._worker = self.create_worker(kv_caches)
+            else:
+                self._worker = HostWorker(
+                    kv_caches, self._open_region(self.config.parallel.rank), self.blocks_per_chunk
+                )
+        return self._worker
+
+    def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """vLLM's own copy worker over our region. Not run in this project's tests: they have no GPU."""
+        from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+        rank = 0 if self.replicated_layout else self.config.parallel.rank
+        region = self._open_region(rank)
+        try:
+            return CPUOffloadingWorker(
+                kv_caches=kv_caches,
+                blocks_per_chunk=self.blocks_per_chunk,
+                num_cpu_chunks=self.num_chunks,
+                mmap_region=region,
+            )
+        except BaseException:
+            region.cleanup()
+            raise
+
+    def _open_region(self, rank: int | None) -> SharedOffloadRegion:
+        if rank is not None:
+            _check_shm(self._cache_config.dram_bytes, self.config.engine_id)
+        return SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+
+    def _build_manager(self) -> KVTierManager:
+        region = self._open_region(None)
+        # Every worker has mapped the region by now. Unlinking its name here is what keeps /dev/shm clean when the
+        # engine is killed: vLLM's shutdown hooks do not run then.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(region.mmap_path)
+        region._creator = False
+        config, layout = self._cache_config, self._layout()
+        memory = DramTier.over(
+            region.create_kv_memoryview().cast("B"),
+            self.kv_bytes_per_chunk,
+            self.num_chunks,
+            self.kv_bytes_per_chunk,
+            checksums=False,
+        )
+        key_space = key_space_of(self._vllm_config, layout, config, self.blocks_per_chunk)
+        lower: list[Tier] = []
+        if config.nvme_path:
+            lower.append(
+                NvmeTier(
+                    self._nvme_path(),
+                    key_space.digest,
+                    layout.digest,
+                    self.kv_bytes_per_chunk,
+                    config.nvme_bytes,
+                    direct=config.direct_io,
+                )
+            )
+        cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower)
+        logger.info(
+            "kvtier: dram %d rows of %d bytes, lower tiers %s, policy %s, key space %s",
+            self.num_chunks,
+            self.kv_bytes_per_chunk,
+            [tier.name for tier in lower] or "none",
+            config.policy,
+            key_space.digest.hex()[:12],
+        )
+        groups = [group.group_id for group in self.config.groups]
+        return KVTierManager(cache, key_space, groups, self.blocks_per_chunk, self.tokens_per_hash)
+
+    def _layout(self) -> Layout:
+        ranks = 1 if self.replicated_layout else self.config.parallel.world_size
+        row_bytes = self.cpu_page_size_per_worker * ranks
+        return layout_of(self._kv_cache_config, row_bytes, ranks, self.config.model.dtype)
+
+    def _nvme_path(self) -> str:
+        """One folder for every data-parallel replica: each has a scheduler and an index of its own."""
+        path = Path(self._cache_config.nvme_path)
+        replicas = self.config.parallel.data_parallel_size
+        return str(path if replicas == 1 else path / f"dp{self.config.parallel.data_parallel_index}")
+
+
+def _with_extra(config: OffloadingConfig, extra: dict[str, Any]) -> OffloadingConfig:
+    return replace(config, extra_config=extra)
+
+
+def _check_shm(dram_bytes: int, engine_id: str) -> None:
+    """Fail before the engine waits for memory that is not there. Only the first worker creates the region."""
+    if Path(f"/dev/shm/vllm_offload_{engine_id}.mmap").exists():
+        return
+    free = shutil.disk_usage("/dev/shm").free
+    if dram_bytes > free:
+        raise ConfigError(
+            f"dram_bytes is {dram_bytes} but /dev/shm has {free} bytes free; lower dram_bytes or enlarge /dev/shm "
+            "(docker: --shm-size, Kubernetes: an emptyDir of medium Memory)"
+        )
+
+
+def _refuse_unsupported(config: OffloadingConfig, vllm_config: VllmConfig) -> None:
+    parallel = config.parallel
+    for name, size in (
+        ("pipeline", parallel.pp_size),
+        ("prefill context", parallel.pcp_size),
+        ("decode context", parallel.dcp_size),
+    ):
+        if size > 1:
+            raise ConfigError(f"kvtier does not support {name} parallelism yet (size {size}); set it to 1")
+    if config.canonical_layout:
+        raise ConfigError("kvtier does not support canonical_layout; remove it from kv_connector_extra_config")

@@ -1,0 +1,83 @@
+"""Where prompt tokens came from: sums that agree, and one reason for every miss.
+
+A request is counted once, when it ended, by what its first successful scheduling did: tokens the device had, tokens
+loaded by the tier they came from, and the rest by the one reason why they had to be computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.cache.request import CachedRequest
+from kvtier.model.request import MissReason, Outcome
+
+if TYPE_CHECKING:
+    from kvtier.cache.tier_cache import TierCache
+
+
+class Accounting:
+    """Counts tokens of one TierCache. One control thread."""
+
+    def __init__(self, cache: TierCache) -> None:
+        self._cache = cache
+
+    def looked_up(self, request: CachedRequest, start: int) -> None:
+        """A lookup was answered: the device had the first `start` blocks. A later load refines this."""
+        if request.load is None and (request.sources is None or set(request.sources) <= {"hbm"}):
+            request.sources = {"hbm": start * self._cache.block_tokens}
+            request.miss_from_block = start
+
+    def loaded(self, request: CachedRequest, blocks: set[int]) -> None:
+        """The engine loads these blocks now."""
+        if request.sources is None or set(request.sources) - {"hbm"}:
+            return
+        start = request.miss_from_block
+        for block in range(start, max(blocks) + 1):
+            source = request.promoted_from.get(block, self._cache.memory.name)
+            request.sources[source] = request.sources.get(source, 0) + self._cache.block_tokens
+        request.miss_from_block = max(blocks) + 1
+
+    def ended(self, request: CachedRequest, outcome: Outcome) -> None:
+        """Add the request to the totals."""
+        recorder, tokens = self._cache.recorder, request.context.prompt_tokens
+        recorder.add("kvtier_requests", 1, outcome.stop_reason.name.lower())
+        if request.sources is None:
+            return
+        left = tokens
+        for source, n in request.sources.items():
+            n = min(n, left)
+            recorder.add("kvtier_tokens", n, source)
+            left -= n
+        recorder.add("kvtier_tokens", left, "recompute")
+        self._misses(request, tokens - left, tokens)
+
+    def _misses(self, request: CachedRequest, start_token: int, prompt_tokens: int) -> None:
+        """Give every recomputed token its reason, a run of blocks at a time."""
+        size, full = self._cache.block_tokens, prompt_tokens // self._cache.block_tokens
+        counts: dict[MissReason, int] = {}
+
+        def count(reason: MissReason, n: int) -> None:
+            if n > 0:
+                counts[reason] = counts.get(reason, 0) + n
+
+        block = start_token // size
+        offered = block + request.declined
+        if request.declined:
+            stop = min(full, offered)
+            count(MissReason.DECLINED_RECOMPUTE_CHEAPER, stop * size - start_token)
+            start_token = max(start_token, stop * size)
+            block = start_token // size
+        first_failure = min((b for b in request.failed if b >= block), default=None)
+        reason = MissReason.EVICTED
+        if first_failure is not None:
+            reason = request.failed[first_failure]
+        elif request.refuses_to_wait:
+            reason = MissReason.DEADLINE
+        known = max(block, min(full, request.known_blocks))
+        count(reason, known * size - start_token)
+        start_token = max(start_token, known * size)
+        count(MissReason.NEVER_SEEN, full * size - start_token)
+        start_token = max(start_token, full * size)
+        count(MissReason.PARTIAL_TAIL, prompt_tokens - start_token)
+        for why, n in counts.items():
+            self._cache.recorder.add("kvtier_miss_tokens", n, why.value)

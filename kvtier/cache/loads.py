@@ -1,0 +1,336 @@
+"""The way up: what a lookup finds, what the gate offers, and the promotions that bring it to memory.
+
+A plan is made once a lookup: one walk of the tree, one vector pass over residency, one gate decision. What it promises
+is leased at once; what lies below memory is read by the mover, verified, published in memory and leased to everyone who
+waits for it. While a request waits, lookups answer from its plan and cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cache.lease import Lease
+from kvtier.cache.level import Level
+from kvtier.cache.mover import Transfer, Urgency
+from kvtier.cache.request import BlockState, CachedRequest, LoadPlan
+from kvtier.index.residency import ABSENT
+from kvtier.model.keys import key_at
+from kvtier.model.request import MissReason
+from kvtier.place.gate import Cut, choose_cut
+from kvtier.tiers.protocol import RowId, RowStatus
+
+if TYPE_CHECKING:
+    from kvtier.cache.tier_cache import TierCache
+
+Slots = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """Rows of one request being read from `level` into reserved memory slots; others may wait for them too."""
+
+    start: int
+    level: Level
+    chain: bytes
+    blocks: npt.NDArray[np.intp]
+    groups: npt.NDArray[np.intp]
+    memory_slots: Slots
+    source: Lease
+    waiters: list[CachedRequest]
+
+
+class Loader:
+    """Plans loads and runs promotions for one TierCache. One control thread."""
+
+    def __init__(self, cache: TierCache) -> None:
+        self._cache = cache
+        self._promoting: dict[tuple[bytes, int], Promotion] = {}
+
+    @property
+    def promoting_rows(self) -> int:
+        """Rows now on their way to memory."""
+        return len(self._promoting)
+
+    def plan(self, request: CachedRequest, start: int) -> LoadPlan:
+        """States of the request's blocks from `start` on, as far as they are offered. Starts promotions and leases
+        what it promises."""
+        cache = self._cache
+        self.release_hold(request)
+        match = cache.tree.walk(request.chain)
+        memory = cache.memory.residency.slots_of(match)
+        where = np.full(memory.shape, -1, np.int8)
+        lower = [level.residency.slots_of(match) for level in cache.lower]
+        for index in range(len(cache.lower) - 1, -1, -1):
+            there = (lower[index] != ABSENT) & (memory == ABSENT)
+            if there[start:].any() and cache.usable(cache.lower[index]):
+                where[there] = index
+        in_memory = memory != ABSENT
+        coming = self._coming(request, match.blocks, start) & ~in_memory
+        blocked = self._blocked(request, match.blocks)
+        available = (in_memory | coming | (where >= 0)) & ~(blocked[:, None] & ~in_memory)
+        if request.refuses_to_wait:
+            available &= in_memory
+        stop = self._reach(available, start)
+        if request.limit_blocks is not None:
+            stop = min(stop, request.limit_blocks)
+        needed = self._needed(available, start, stop)
+        cut = self._gate(request, start, stop, needed & ~in_memory & ~coming, where, needed & in_memory)
+        if cut.blocks < stop - start:
+            request.declined = max(request.declined, stop - start - cut.blocks)
+            stop = start + cut.blocks if len(cache.window_groups) == 0 else start
+            needed = self._needed(available, start, stop)
+        request.limit_blocks = stop if request.limit_blocks is None else min(stop, request.limit_blocks)
+        window = slice(start, stop)
+        self._hold(request, memory[window][(available & in_memory)[window]])
+        pending = needed & coming
+        wanted = needed & ~in_memory & ~coming
+        if wanted[window].any():
+            pending |= self._promote(request, start, wanted, where, lower)
+        states = np.zeros((stop - start, cache.groups), np.uint8)
+        states[(in_memory & available)[window]] = BlockState.HIT
+        states[pending[window]] = BlockState.PENDING
+        plan = LoadPlan(start, stop - start, states, cache.epoch)
+        self._wait(request, plan)
+        request.plan = plan
+        return plan
+
+    def finished(self, transfer: Transfer) -> None:
+        """A promotion's reads ended: publish what was verified, remember what was not, wake who waits."""
+        cache, promotion = self._cache, transfer.tag
+        assert isinstance(promotion, Promotion)
+        level = promotion.level
+        ok = np.array([status is RowStatus.OK for status in transfer.statuses])
+        level.observe_read(int(ok.sum()) * level.row_bytes, transfer.seconds)
+        cache.note_transfer(level, transfer, "read")
+        promotion.source.release()
+        if (~ok).any():
+            cache.memory.tier.release(promotion.memory_slots[~ok])
+            self._forget_failed(promotion, transfer)
+        for row in transfer.rows:
+            self._promoting.pop((row.key, row.group), None)
+        for group in np.unique(promotion.groups):
+            mine = promotion.groups == group
+            good = mine & ok
+            if good.any():
+                cache.publish_in_memory(
+                    promotion.chain, int(group), promotion.blocks[good], promotion.memory_slots[good], promotion.start
+                )
+        cache.epoch += 1
+        for waiter in promotion.waiters:
+            waiter.awaited.difference_update(
+                (int(b), int(g)) for b, g in zip(promotion.blocks, promotion.groups, strict=True)
+            )
+            if not waiter.ended:
+                self._extend_hold(waiter)
+
+    def release_hold(self, request: CachedRequest) -> None:
+        """Let go of what the last plan promised."""
+        if request.hold is not None:
+            request.hold.release()
+            request.hold = None
+        request.plan = None
+
+    def forget(self, request: CachedRequest) -> None:
+        """The request is gone; promotions it started go on for whoever else waits."""
+        for promotion in set(self._promoting.values()):
+            if request in promotion.waiters:
+                promotion.waiters.remove(request)
+
+    def reset(self) -> None:
+        """Everything in flight is for nobody: its rows are given back when the reads end."""
+        for promotion in set(self._promoting.values()):
+            promotion.waiters.clear()
+
+    # --- planning -----------------------------------------------------------------------------------------------
+
+    def _coming(self, request: CachedRequest, blocks: int, start: int) -> Mask:
+        """Blocks another request (or this one) is promoting already; this one now waits for them too."""
+        coming = np.zeros((blocks, self._cache.groups), np.bool_)
+        if not self._promoting or request.refuses_to_wait:
+            return coming
+        for block in range(start, blocks):
+            key = key_at(request.chain, block)
+            for group in range(self._cache.groups):
+                promotion = self._promoting.get((key, group))
+                if promotion is not None:
+                    coming[block, group] = True
+                    if request not in promotion.waiters:
+                        promotion.waiters.append(request)
+                    request.awaited.add((block, group))
+        return coming
+
+    @staticmethod
+    def _blocked(request: CachedRequest, blocks: int) -> Mask:
+        """Blocks whose load failed for this request: not tried twice."""
+        blocked = np.zeros(blocks, np.bool_)
+        for block in request.failed:
+            if block < blocks:
+                blocked[block] = True
+        return blocked
+
+    def _reach(self, available: Mask, start: int) -> int:
+        """The furthest boundary up to which everything needed is available."""
+        cache = self._cache
+        stop = len(available)
+        for group in cache.closed_groups:
+            holes = np.flatnonzero(~available[start:stop, group])
+            stop = start + int(holes[0]) if holes.size else stop
+        if not cache.window_groups:
+            return stop
+        while stop > start:
+            before = stop
+            for group, window in cache.window_groups:
+                stop = self._window_boundary(available[:, group], start, stop, window)
+            if stop == before:
+                return stop
+        return start
+
+    @staticmethod
+    def _window_boundary(available: Mask, start: int, stop: int, window: int) -> int:
+        """The last boundary ≤ stop whose `window` blocks before it (or all from `start` on) are available."""
+        ok = available[start:stop]
+        run = np.arange(1, len(ok) + 1)
+        last_hole = np.maximum.accumulate(np.where(ok, 0, run))
+        length = run - last_hole
+        good = np.flatnonzero(length >= np.minimum(run, window))
+        return start + int(good[-1]) + 1 if good.size else start
+
+    def _needed(self, available: Mask, start: int, stop: int) -> Mask:
+        """Rows a load of [start, stop) takes: every closed group's, and the windows before the boundary."""
+        needed = np.zeros_like(available)
+        for group in self._cache.closed_groups:
+            needed[start:stop, group] = True
+        for group, window in self._cache.window_groups:
+            # One block more: the engine's own window may end one block before ours.
+            needed[max(start, stop - window - 1) : stop, group] = True
+        return needed & available
+
+    def _gate(
+        self, request: CachedRequest, start: int, stop: int, below: Mask, where: npt.NDArray[np.int8], above: Mask
+    ) -> Cut:
+        cache = self._cache
+        if not cache.config.gate or stop <= start:
+            return Cut(max(0, stop - start), 0.0, 0.0)
+        window = slice(start, stop)
+        backlog = cache.mover.bytes_waiting["read"]
+        costs = [(cache.memory.curve(0), _cumulative(above[window], cache.memory.row_bytes))]
+        for index, level in enumerate(cache.lower):
+            rows = below[window] & (where[window] == index)
+            if rows.any():
+                costs.append((level.curve(backlog), _cumulative(rows, level.row_bytes)))
+        cut = choose_cut(
+            costs, cache.prefill, start * cache.block_tokens, cache.block_tokens, request.context.prompt_tokens
+        )
+        if request.limit_blocks is None:
+            decision = "all" if cut.blocks == stop - start else "part" if cut.blocks else "none"
+            cache.recorder.add("kvtier_gate_decisions", 1, decision)
+        return cut
+
+    def _wait(self, request: CachedRequest, plan: LoadPlan) -> None:
+        """Start or end the clock of a wait. vLLM itself never gives up on a deferred request."""
+        cache, now = self._cache, self._cache.clock.now()
+        if not plan.waiting:
+            if request.wait_began_s is not None:
+                cache.recorder.observe("kvtier_load_wait_seconds", now - request.wait_began_s)
+            request.wait_began_s = request.deadline_s = None
+        elif request.wait_began_s is None:
+            request.wait_began_s = now
+            begin = plan.start * cache.block_tokens
+            recompute_s = cache.prefill.seconds_from(np.array([begin]), request.context.prompt_tokens)[0]
+            limit_s = cache.config.load_deadline_s
+            request.deadline_s = now + (min(limit_s, max(0.1, 2 * recompute_s)) if recompute_s > 0 else limit_s)
+
+    # --- promotions ---------------------------------------------------------------------------------------------
+
+    def _promote(
+        self, request: CachedRequest, start: int, wanted: Mask, where: npt.NDArray[np.int8], lower: list[Slots]
+    ) -> Mask:
+        """Start reading `wanted` rows from the fastest tier that has them, in prefix order, as far as memory has room.
+        Returns the rows now on their way."""
+        cache = self._cache
+        started = np.zeros_like(wanted)
+        blocks, groups = np.nonzero(wanted)
+        slots = cache.memory.make_room(len(blocks))
+        while slots is None and len(blocks) > 1:
+            blocks, groups = blocks[: len(blocks) // 2], groups[: len(groups) // 2]
+            slots = cache.memory.make_room(len(blocks))
+        if slots is None:
+            return started
+        for index, level in enumerate(cache.lower):
+            mine = where[blocks, groups] == index
+            if mine.any():
+                self._read(request, start, level, blocks[mine], groups[mine], lower[index], slots[mine])
+                started[blocks[mine], groups[mine]] = True
+        return started
+
+    def _read(
+        self,
+        request: CachedRequest,
+        start: int,
+        level: Level,
+        blocks: npt.NDArray[np.intp],
+        groups: npt.NDArray[np.intp],
+        where: Slots,
+        memory_slots: Slots,
+    ) -> None:
+        cache = self._cache
+        source = level.book.take(where[blocks, groups], request.context.request_id)
+        promotion = Promotion(start, level, request.chain, blocks, groups, memory_slots, source, [request])
+        rows = [row_id(request.chain, int(b), int(g)) for b, g in zip(blocks, groups, strict=True)]
+        for row, block, group in zip(rows, blocks.tolist(), groups.tolist(), strict=True):
+            self._promoting[(row.key, row.group)] = promotion
+            request.awaited.add((block, group))
+            request.promoted_from[block] = level.name
+        views = [cache.memory_row(int(slot)) for slot in memory_slots]
+        cache.mover.submit(Transfer(level.tier, source.slots, rows, views, True, Urgency.DEMAND, promotion))
+
+    def _forget_failed(self, promotion: Promotion, transfer: Transfer) -> None:
+        """A row that could not be read or verified is a miss for good: it and all that builds on it leave the tier."""
+        cache, level = self._cache, promotion.level
+        match = cache.tree.walk(promotion.chain)
+        for block, status in zip(promotion.blocks.tolist(), transfer.statuses, strict=True):
+            if status is RowStatus.OK:
+                continue
+            gone = status in (RowStatus.CORRUPT, RowStatus.FOREIGN)
+            reason = MissReason.CORRUPT if gone else MissReason.LOAD_FAILED
+            for waiter in promotion.waiters:
+                waiter.failed.setdefault(block, reason)
+            if not gone:
+                continue
+            for segment in match.path:
+                if segment.depth <= block < segment.stop:
+                    level.evict_below(segment, block - segment.depth, status.value)
+
+    def _hold(self, request: CachedRequest, slots: Slots) -> None:
+        if len(slots):
+            request.hold = self._cache.memory.book.take(slots, request.context.request_id)
+
+    def _extend_hold(self, request: CachedRequest) -> None:
+        """Lease what has just arrived for a waiting request, on top of what it holds."""
+        plan = request.plan
+        if plan is None:
+            return
+        cache = self._cache
+        match = cache.tree.walk(request.chain)
+        window = slice(plan.start, min(plan.start + plan.blocks, match.blocks))
+        slots = cache.memory.residency.slots_of(match)[window]
+        offered = plan.states[: len(slots)] != BlockState.MISS
+        old, request.hold = request.hold, None
+        self._hold(request, slots[offered & (slots != ABSENT)])
+        if old is not None:
+            old.release()
+
+
+def row_id(chain: bytes, block: int, group: int) -> RowId:
+    """The identity of one row of a chain."""
+    return RowId(key_at(chain, block), key_at(chain, block - 1) if block else b"", group)
+
+
+def _cumulative(rows: Mask, row_bytes: int) -> npt.NDArray[np.float64]:
+    counts = rows.sum(axis=1).astype(np.float64) * row_bytes
+    return np.concatenate([[0.0], np.cumsum(counts)])

@@ -1,0 +1,213 @@
+"""The way down: which computed rows memory takes, and the write-through that follows.
+
+Memory rows are reserved here and filled by the engine's worker; when it says so they are published and copied to every
+lower level at the lowest urgency. Admission is asked once per chain and never takes a tail without its head. Lower
+levels publish in the order of submission, because a later write may end first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cache.lease import Lease
+from kvtier.cache.level import Level
+from kvtier.cache.loads import row_id
+from kvtier.cache.mover import Transfer, Urgency
+from kvtier.cache.request import CachedRequest
+from kvtier.index.residency import ABSENT
+from kvtier.model.keys import key_at
+from kvtier.tiers.protocol import RowStatus
+
+if TYPE_CHECKING:
+    from kvtier.cache.tier_cache import TierCache
+
+Slots = npt.NDArray[np.int32]
+
+
+class RowRef(NamedTuple):
+    """One row of a request: block (position in its chain) and group."""
+
+    block: int
+    group: int
+
+
+@dataclass(slots=True, eq=False)
+class WriteThrough:
+    """Rows being copied from memory to a lower level."""
+
+    level: Level
+    chain: bytes
+    blocks: npt.NDArray[np.intp]
+    groups: npt.NDArray[np.intp]
+    source: Lease
+    generation: int
+    transfer: Transfer | None = None
+    ended: bool = False
+
+
+class Storer:
+    """Takes rows into memory and writes them through, for one TierCache. One control thread."""
+
+    def __init__(self, cache: TierCache) -> None:
+        self._cache = cache
+        self._storing: set[tuple[bytes, int]] = set()
+        self._writes: dict[str, deque[WriteThrough]] = {level.name: deque() for level in cache.lower}
+        self._writing: dict[str, set[tuple[bytes, int]]] = {level.name: set() for level in cache.lower}
+        self._generation = 0
+
+    def offer(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
+        """Which of the offered rows the engine shall write, and into which memory slot. In order of the offer.
+
+        Rows resident or under way are left out. If memory has no room for all, the tail is refused.
+        """
+        cache = self._cache
+        memory = cache.memory.residency.slots_of(cache.tree.walk(request.chain))
+        known = len(memory)
+        wanted: list[RowRef] = []
+        again: list[RowRef] = []
+        for row in sorted(rows):
+            key = key_at(request.chain, row.block)
+            if row.block < known and memory[row.block, row.group] != ABSENT:
+                again.append(row)
+            elif (key, row.group) not in self._storing:
+                wanted.append(row)
+        if again:
+            self._write_through(request.chain, again)
+        slots = self._reserve(wanted)
+        wanted = wanted[: len(slots)]
+        granted = dict(zip(wanted, slots.tolist(), strict=True))
+        for row, slot in granted.items():
+            request.pending[row] = slot
+            self._storing.add((key_at(request.chain, row.block), row.group))
+        return [(row, granted[row]) for row in rows if row in granted]
+
+    def commit(self, request: CachedRequest, rows: Sequence[RowRef]) -> None:
+        """The engine has written these rows: publish them and write them through. Unknown rows (stored before a reset)
+        are ignored."""
+        cache = self._cache
+        done = sorted(row for row in rows if row in request.pending)
+        taken = {row: request.pending.pop(row) for row in done}
+        for row in done:
+            self._storing.discard((key_at(request.chain, row.block), row.group))
+        for group in sorted({row.group for row in done}):
+            mine = [row for row in done if row.group == group]
+            blocks = np.array([row.block for row in mine], np.intp)
+            slots = np.array([taken[row] for row in mine], np.int32)
+            cache.publish_in_memory(request.chain, group, blocks, slots, 0)
+        if done:
+            cache.epoch += 1
+            cache.count_bytes(cache.memory, "write", len(done), 0.0)
+            self._write_through(request.chain, done)
+
+    def abort(self, request: CachedRequest) -> None:
+        """Give back what the request was granted and will never write."""
+        if request.pending:
+            for row in request.pending:
+                self._storing.discard((key_at(request.chain, row[0]), row[1]))
+            self._cache.memory.tier.release(np.array(list(request.pending.values()), np.int32))
+            request.pending.clear()
+
+    def finished(self, transfer: Transfer) -> None:
+        """A write ended. Publish it, and those before and after it that ended too, in order of submission."""
+        write = transfer.tag
+        assert isinstance(write, WriteThrough)
+        write.ended = True
+        self._cache.note_transfer(write.level, transfer, "write")
+        queue = self._writes[write.level.name]
+        while queue and queue[0].ended:
+            self._land(queue.popleft())
+
+    def reset(self) -> None:
+        """Writes under way belong to nobody: their slots are given back when they end."""
+        self._storing.clear()
+        self._generation += 1
+
+    # --- internals ----------------------------------------------------------------------------------------------
+
+    def _reserve(self, wanted: list[RowRef]) -> Slots:
+        """Slots for as many leading rows as there is room for."""
+        cache, n = self._cache, len(wanted)
+        while n:
+            slots = cache.memory.make_room(n)
+            if slots is not None:
+                if n < len(wanted):
+                    cache.recorder.add("kvtier_stores_refused", len(wanted) - n, cache.memory.name, "no_room")
+                return slots
+            n //= 2
+        if wanted:
+            cache.recorder.add("kvtier_stores_refused", len(wanted), cache.memory.name, "no_room")
+        return np.empty(0, np.int32)
+
+    def _write_through(self, chain: bytes, rows: Sequence[RowRef]) -> None:
+        """Queue copies of memory rows to every lower level that lacks them."""
+        cache = self._cache
+        match = cache.tree.walk(chain)
+        memory = cache.memory.residency.slots_of(match)
+        blocks = np.array([row.block for row in rows], np.intp)
+        groups = np.array([row.group for row in rows], np.intp)
+        inside = blocks < match.blocks
+        blocks, groups = blocks[inside], groups[inside]
+        for level in cache.lower:
+            there = level.residency.slots_of(match)[blocks, groups]
+            here = memory[blocks, groups]
+            mine = (there == ABSENT) & (here != ABSENT)
+            if self._writing[level.name]:
+                mine &= ~self._under_way(level, chain, blocks, groups)
+            if mine.any() and not cache.usable(level):
+                cache.recorder.add("kvtier_stores_refused", int(mine.sum()), level.name, "tier_down")
+            elif mine.any():
+                self._write(level, chain, blocks[mine], groups[mine], here[mine])
+
+    def _under_way(
+        self, level: Level, chain: bytes, blocks: npt.NDArray[np.intp], groups: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.bool_]:
+        writing = self._writing[level.name]
+        pairs = zip(blocks.tolist(), groups.tolist(), strict=True)
+        return np.array([(key_at(chain, block), group) in writing for block, group in pairs], np.bool_)
+
+    def _write(
+        self,
+        level: Level,
+        chain: bytes,
+        blocks: npt.NDArray[np.intp],
+        groups: npt.NDArray[np.intp],
+        memory_slots: Slots,
+    ) -> None:
+        cache, n = self._cache, len(blocks)
+        backlog = cache.mover.bytes_waiting["write"]
+        if backlog + n * level.row_bytes > cache.config.store_backlog_bytes:
+            cache.recorder.add("kvtier_stores_refused", n, level.name, "backlog")
+            return
+        slots = level.make_room(n)
+        if slots is None:
+            cache.recorder.add("kvtier_stores_refused", n, level.name, "no_room")
+            return
+        source = cache.memory.book.take(memory_slots, f"write-through to {level.name}")
+        write = WriteThrough(level, chain, blocks, groups, source, self._generation)
+        ids = [row_id(chain, int(b), int(g)) for b, g in zip(blocks, groups, strict=True)]
+        views = [cache.memory_row(int(slot)) for slot in memory_slots]
+        self._writing[level.name].update((row.key, row.group) for row in ids)
+        write.transfer = Transfer(level.tier, slots, ids, views, False, Urgency.STORE, write)
+        self._writes[level.name].append(write)
+        cache.mover.submit(write.transfer)
+
+    def _land(self, write: WriteThrough) -> None:
+        transfer = write.transfer
+        assert transfer is not None
+        write.source.release()
+        self._writing[write.level.name].difference_update((row.key, row.group) for row in transfer.rows)
+        ok = np.array([status is RowStatus.OK for status in transfer.statuses])
+        if write.generation != self._generation:
+            ok[:] = False
+        if (~ok).any():
+            write.level.tier.release(transfer.slots[~ok])
+        for group in np.unique(write.groups):
+            mine = ok & (write.groups == group)
+            if mine.any():
+                write.level.publish(write.chain, int(group), write.blocks[mine], transfer.slots[mine])

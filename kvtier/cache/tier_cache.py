@@ -1,0 +1,307 @@
+"""TierCache: the one orchestrator. Decides once, on one control thread; I/O threads only carry bytes.
+
+The life of a request: `open` → `lookup` (repeated while promotions are under way) → `take_load` … `end_load` →
+`offer_store` … `commit_store` → `close_request`. A connector calls `poll` every engine step.
+
+Every method must be called from one control thread.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cache.accounting import Accounting
+from kvtier.cache.ghosts import Ghosts
+from kvtier.cache.level import Level
+from kvtier.cache.loads import Loader, Promotion
+from kvtier.cache.mover import Mover, Transfer
+from kvtier.cache.recovery import rebuild
+from kvtier.cache.request import CachedRequest, LoadPlan
+from kvtier.cache.stores import RowRef, Storer
+from kvtier.clock import Clock, MonotonicClock
+from kvtier.config import CacheConfig
+from kvtier.errors import IntegrityError
+from kvtier.index.residency import ABSENT
+from kvtier.index.tree import PrefixTree, Segment
+from kvtier.model.keys import Chain
+from kvtier.model.request import Outcome, RequestContext
+from kvtier.observe.metrics import Recorder
+from kvtier.place import lru as _lru  # noqa: F401 - registers itself
+from kvtier.place.gate import PrefillModel
+from kvtier.place.policy import EvictionPolicy, TierView, make_policy
+from kvtier.tiers.health import Breaker, BreakerState
+from kvtier.tiers.protocol import RowStatus, Tier
+
+Slots = npt.NDArray[np.int32]
+
+_BREAKER_GAUGE = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
+
+class Geometry:
+    """What the engine's blocks look like to the cache: tokens a block, groups, and which of them are windows.
+
+    `windows` maps a group to its window in blocks; all other groups need whole prefixes.
+    """
+
+    def __init__(self, block_tokens: int, groups: int = 1, windows: dict[int, int] | None = None) -> None:
+        self.block_tokens = block_tokens
+        self.groups = groups
+        self.window_groups = tuple(sorted((windows or {}).items()))
+        self.closed_groups = tuple(group for group in range(groups) if group not in (windows or {}))
+
+
+class TierCache:
+    """The cache of one engine: memory rows the engine reads and writes, and any number of tiers below.
+
+    `memory` is the tier whose rows the engine's worker copies from and to; `memory_row(slot)` gives a writable view of
+    one. `lower` are the tiers below, in any order: each probes its cost. `rows_of` gives a tier's capacity in rows.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        geometry: Geometry,
+        memory: Tier,
+        memory_row: Callable[[int], memoryview],
+        lower: Sequence[Tier] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock or MonotonicClock()
+        self.block_tokens = geometry.block_tokens
+        self.groups = geometry.groups
+        self.closed_groups = geometry.closed_groups
+        self.window_groups = geometry.window_groups
+        self.tree = PrefixTree()
+        self.recorder = Recorder()
+        self.prefill = PrefillModel()
+        self.memory_row = memory_row
+        self.mover = Mover(config.io_threads, config.chunk_bytes)
+        self.epoch = 0
+        self._breakers = {tier.name: Breaker(self.clock, random.Random(tier.name)) for tier in lower}
+        recovered = [(tier, tier.recover()) for tier in lower]
+        self.memory = self._level(memory, strict=False)
+        self.lower = [self._level(tier, strict=True) for tier in lower]
+        for level in self.lower:
+            level.on_evict = self._evict_orphans
+        self.loader = Loader(self)
+        self.storer = Storer(self)
+        self._ghosts = Ghosts(self.tree, [self.memory, *self.lower], config.ghost_blocks)
+        self._accounting = Accounting(self)
+        self._live: set[CachedRequest] = set()
+        for level, (_, rows) in zip(self.lower, recovered, strict=True):
+            kept = rebuild(self.tree, level, rows)
+            self.recorder.add("kvtier_recovered_rows", kept, level.name)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def open(self, context: RequestContext, chain: Chain) -> CachedRequest:
+        """A request arrived with this prompt. Settles forecasts; promises nothing yet."""
+        known = self.tree.walk(chain).blocks
+        path = self.tree.insert(chain)
+        request = CachedRequest(context, chain, known)
+        self._live.add(request)
+        now = self.clock.now()
+        for level in (self.memory, *self.lower):
+            level.policy.on_arrival(path, context, now)
+        self._ghosts.visited(path)
+        return request
+
+    def extend(self, request: CachedRequest, more: Chain) -> None:
+        """The request's chain grew by the blocks it generated."""
+        if more:
+            request.chain = Chain(request.chain + more)
+
+    def lookup(self, request: CachedRequest, start: int) -> LoadPlan | None:
+        """What can be loaded after the first `start` blocks (those the device has). None: ask again next step.
+
+        Leases what it promises. Safe to call again: while nothing changed it answers from memory.
+        """
+        plan = request.plan
+        if plan is not None and plan.start == start:
+            if request.awaited and not self._overdue(request):
+                return None
+            if not request.awaited and plan.epoch == self.epoch and not plan.waiting:
+                return plan
+        elif plan is not None:
+            request.limit_blocks = None
+        plan = self.loader.plan(request, start)
+        self._accounting.looked_up(request, start)
+        return None if plan.waiting else plan
+
+    def take_load(self, request: CachedRequest, rows: Sequence[RowRef]) -> Slots:
+        """Lease the memory slots of `rows` (of the last plan) until `end_load`, in the order given."""
+        if request.load is not None:
+            raise IntegrityError(f"request {request.context.request_id} is loading already")
+        slots_of = self.memory.residency.slots_of(self.tree.walk(request.chain))
+        slots = np.array([slots_of[row.block, row.group] for row in rows], np.int32)
+        if (slots == ABSENT).any():
+            raise IntegrityError(f"request {request.context.request_id} loads a block that was not promised")
+        request.load = self.memory.book.take(slots, request.context.request_id)
+        self._accounting.loaded(request, {row.block for row in rows})
+        self.count_bytes(self.memory, "read", len(rows), 0.0)
+        self.loader.release_hold(request)
+        request.limit_blocks = None
+        return slots
+
+    def end_load(self, request: CachedRequest) -> None:
+        """The engine has copied what it loaded."""
+        if request.load is not None:
+            request.load.release()
+            request.load = None
+
+    def offer_store(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
+        """Which computed rows the engine shall write, and where. See `Storer.offer`."""
+        return self.storer.offer(request, rows)
+
+    def commit_store(self, request: CachedRequest, rows: Sequence[RowRef]) -> None:
+        """The engine has written these rows."""
+        self.storer.commit(request, rows)
+
+    def close_request(self, request: CachedRequest, outcome: Outcome) -> None:
+        """The request ended. What it holds is let go; stores and loads under way may still end later."""
+        if request.ended:
+            return
+        request.ended = True
+        self._live.discard(request)
+        self.loader.forget(request)
+        self.loader.release_hold(request)
+        self._accounting.ended(request, outcome)
+        path = self.tree.insert(request.chain)
+        now = self.clock.now()
+        for level in (self.memory, *self.lower):
+            level.policy.on_finish(path, request.context, outcome, now)
+        self._ghosts.visited(path)
+        self._ghosts.prune()
+
+    # --- every step ---------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take in what the mover finished. Cheap when nothing did."""
+        for transfer in self.mover.collect():
+            if isinstance(transfer.tag, Promotion):
+                self.loader.finished(transfer)
+            else:
+                self.storer.finished(transfer)
+
+    @property
+    def busy(self) -> bool:
+        """Whether polling again soon is worth it: rows are moving."""
+        return self.mover.busy
+
+    def leases(self) -> int:
+        """Leases outstanding over all tiers. Zero when no request is open and nothing moves."""
+        return sum(level.book.outstanding for level in (self.memory, *self.lower))
+
+    def gauges(self) -> None:
+        """Write every gauge to the recorder."""
+        for level in (self.memory, *self.lower):
+            level.gauges()
+        for name, breaker in self._breakers.items():
+            self.recorder.set("kvtier_breaker_state", _BREAKER_GAUGE[breaker.state], name)
+        for direction, rows in self.mover.rows_waiting.items():
+            self.recorder.set("kvtier_queue_depth", rows, direction)
+        self.recorder.set("kvtier_leases", self.leases())
+        self.recorder.set("kvtier_segments", len(self.tree))
+        self.recorder.set("kvtier_index_blocks", self.tree.blocks)
+
+    def reset(self) -> None:
+        """Forget every block in every tier. Jobs of the engine are void; copies of ours under way end unseen."""
+        self.loader.reset()
+        self.storer.reset()
+        for request in list(self._live):
+            self.end_load(request)
+            self.loader.release_hold(request)
+            self.storer.abort(request)
+            request.awaited.clear()
+            request.limit_blocks = None
+        for level in (self.memory, *self.lower):
+            level.clear()
+        self.epoch += 1
+
+    def close(self, drain_s: float = 10.0) -> None:
+        """Finish writes under way (up to `drain_s` seconds), stop the I/O threads, close the tiers. Idempotent."""
+        self.mover.drain(drain_s)
+        self.mover.close()
+        self.poll()
+        for request in list(self._live):
+            self.end_load(request)
+            self.loader.release_hold(request)
+        for level in (self.memory, *self.lower):
+            level.tier.close()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if index, residency or reachability is broken. Costs a full traversal."""
+        self.tree.check_integrity()
+        for level in (self.memory, *self.lower):
+            level.residency.check_integrity()
+
+    # --- for the parts of the cache -----------------------------------------------------------------------------
+
+    def usable(self, level: Level) -> bool:
+        """Whether the tier's breaker lets a transfer through now. Ask only when there is one to make: a breaker on
+        trial lets one through and waits for its outcome."""
+        return self._breakers[level.name].allow()
+
+    def publish_in_memory(
+        self, chain: bytes, group: int, blocks: npt.NDArray[np.intp], slots: Slots, device_blocks: int
+    ) -> None:
+        """Publish memory rows whose heads may be in memory, in a lower level, or on the device."""
+        match = self.tree.walk(chain)
+        elsewhere = np.zeros(match.blocks, np.bool_)
+        elsewhere[:device_blocks] = True
+        for level in self.lower:
+            elsewhere |= level.residency.slots_of(match)[:, group] != ABSENT
+        self.memory.publish(chain, group, blocks, slots, elsewhere)
+
+    def note_transfer(self, level: Level, transfer: Transfer, direction: str) -> None:
+        """Count a finished transfer and tell the tier's breaker how it went."""
+        done = sum(status is RowStatus.OK for status in transfer.statuses)
+        self.count_bytes(level, direction, done, transfer.seconds)
+        breaker = self._breakers[level.name]
+        failed = [status for status in transfer.statuses if status is not RowStatus.OK]
+        for status in failed:
+            self.recorder.add("kvtier_faults", 1, level.name, status.value)
+        if any(status is RowStatus.IO_ERROR for status in failed):
+            breaker.failure(RowStatus.IO_ERROR.value)
+        elif done:
+            breaker.success(transfer.seconds)
+
+    def count_bytes(self, level: Level, direction: str, rows: int, seconds: float) -> None:
+        """Count rows moved into ("write") or out of ("read") a tier."""
+        self.recorder.add("kvtier_bytes", rows * level.row_bytes, level.name, direction)
+        self.recorder.add("kvtier_seconds", seconds, level.name, direction)
+
+    def _overdue(self, request: CachedRequest) -> bool:
+        if request.deadline_s is not None and self.clock.now() > request.deadline_s:
+            request.refuses_to_wait = True
+            request.awaited.clear()
+            self.loader.forget(request)
+            return True
+        return False
+
+    def _evict_orphans(self, segment: Segment, keep: int) -> None:
+        """A lower level dropped blocks: what memory holds below them is out of reach unless memory has them too."""
+        if self.memory.residency.extent(segment) <= keep:
+            self.memory.evict_below(segment, keep, "orphaned")
+
+    def _level(self, tier: Tier, strict: bool) -> Level:
+        def policy(view: TierView) -> EvictionPolicy:
+            return make_policy(self.config.policy, view)
+
+        return Level(
+            tier,
+            self.tree,
+            tier.stats().capacity_rows,
+            self.groups,
+            self.closed_groups,
+            policy,
+            self.clock,
+            self.recorder,
+            tier.probe(),
+            strict,
+        )

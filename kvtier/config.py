@@ -1,0 +1,93 @@
+"""The one configuration schema. Unknown keys are start-up errors that name the nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvtier.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgtp", start=1)}
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgtp]i?)?b?\s*$", re.IGNORECASE)
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """A size in bytes from an int or a string such as "32GiB" or "500 GB". Raises ConfigError naming the key."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(f'{name} is {value!r}; write a size such as "32GiB" or a number of bytes')
+    if isinstance(value, str):
+        found = _SIZE.match(value)
+        if found is None:
+            raise ConfigError(f'{name} is {value!r}; write a size such as "32GiB", "500GB" or a number of bytes')
+        value = float(found[1]) * _UNITS[(found[2] or "").lower()]
+    if value < 0 or value != value or value > 2**60:
+        raise ConfigError(f"{name} is {value!r}; it must be between 0 and 1 EiB")
+    return int(value)
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an operator may set. Sizes are per node, in bytes, and are hard caps."""
+
+    dram_bytes: int = 0
+    """Size of the memory tier; required."""
+    nvme_path: str = ""
+    """Folder for the NVMe tier; empty: no such tier."""
+    nvme_bytes: int = 0
+    """Cap on everything kvtier keeps under nvme_path, journal included."""
+    direct_io: bool = True
+    """Bypass the page cache on NVMe where the file system allows it."""
+    policy: str = "lru"
+    """Which eviction policy orders what leaves a tier."""
+    gate: bool = True
+    """Decline loads that are slower than recomputing."""
+    io_threads: int = 4
+    """Threads that carry bytes between tiers."""
+    chunk_bytes: int = 16 << 20
+    """Largest single call into a tier: what a demand read may have to wait for."""
+    store_backlog_bytes: int = 1 << 30
+    """Write-through is dropped, whole suffixes at a time, while more than this is queued."""
+    load_deadline_s: float = 5.0
+    """Longest a request waits for its blocks before it recomputes."""
+    ghost_blocks: int = 200_000
+    """Blocks remembered after they left every tier."""
+    store_generated: bool = True
+    """Also cache the blocks a request generates, not only its prompt."""
+    weights_fingerprint: str = ""
+    """Names the weights; empty: derived from the model folder or its name and revision."""
+    epoch: int = 0
+    """Raise it to make everything cached so far unreachable (after changing weights in place)."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("io_threads", 2, 256), ("chunk_bytes", 1 << 12, 1 << 26), ("epoch", 0, 2**31)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} is {value}; it must be between {low} and {high}")
+        if not 0 < self.load_deadline_s <= 3600:
+            raise ConfigError(f"load_deadline_s is {self.load_deadline_s}; it must be between 0 and 3600 seconds")
+        if bool(self.nvme_path) != bool(self.nvme_bytes):
+            raise ConfigError("nvme_path and nvme_bytes go together: set both, or neither to have no NVMe tier")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> CacheConfig:
+        """Check and convert what an engine passes on. Raises ConfigError with one line that says what to change."""
+        known = list(cls.__struct_fields__)
+        converted: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in known:
+                raise ConfigError(_unknown(name, known))
+            converted[name] = parse_bytes(name, value) if name.endswith("_bytes") else value
+        try:
+            return msgspec.convert(converted, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error).replace("`", "").replace("$.", "")) from error
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown kvtier configuration key {name!r}; {hint}"
