@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +12,10 @@ import pytest
 from kvtier.errors import IntegrityError
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.memory_tier import MemoryTier
+from kvtier.testing.rows import chain_rows, payload_of, read_back, soiled_buffers, store_rows
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.protocol import RowId, RowStatus, Tier
+from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier
 
 CAPACITY = 24
 MakeTier = Callable[[int], Tier]
@@ -61,42 +60,14 @@ def tier(request: pytest.FixtureRequest, make_tier: MakeTier) -> Tier:
     return make_tier(request.param)
 
 
-def chain(n: int, seed: int = 0, group: int = 0) -> list[RowId]:
-    """Identities of `n` consecutive blocks."""
-    keys = [hashlib.sha256(f"{seed}/{i}".encode()).digest() for i in range(n)]
-    return [RowId(key, keys[i - 1] if i else b"", group) for i, key in enumerate(keys)]
-
-
-def payload(row: RowId, row_bytes: int) -> memoryview:
-    """The bytes that belong to a row: another row has others."""
-    return memoryview(
-        bytearray(random.Random(row.key + row.parent + row.group.to_bytes(2, "little")).randbytes(row_bytes))
-    )
-
-
-def targets(n: int, row_bytes: int) -> list[memoryview]:
-    """Buffers that hold something else before a read."""
-    return [memoryview(bytearray(b"\xa5") * row_bytes) for _ in range(n)]
-
-
-def store(tier: Tier, rows: list[RowId]) -> np.ndarray:
-    """Reserve and write; returns the slots."""
-    slots = tier.reserve(len(rows))
-    assert slots is not None
-    assert tier.write(slots, rows, [payload(row, tier.row_bytes) for row in rows]) == [RowStatus.OK] * len(rows)
-    return slots
-
-
-def holds(tier: Tier, slots: np.ndarray, rows: list[RowId]) -> bool:
+def holds(tier: Tier, slots: Slots, rows: list[RowId]) -> bool:
     """Whether every row reads back OK and bit for bit."""
-    into = targets(len(rows), tier.row_bytes)
-    statuses = tier.read(slots, rows, into)
-    return statuses == [RowStatus.OK] * len(rows) and into == [payload(row, tier.row_bytes) for row in rows]
+    return read_back(tier, slots, rows) == [RowStatus.OK] * len(rows)
 
 
 def test_what_was_written_is_read_bit_for_bit(tier: Tier) -> None:
-    rows = chain(9)
-    slots = store(tier, rows)
+    rows = chain_rows(9)
+    slots = store_rows(tier, rows)
     assert len(set(slots.tolist())) == 9
     assert holds(tier, slots, rows)
     order = np.random.default_rng(1).permutation(9)
@@ -132,18 +103,18 @@ def test_reserving_nothing_and_moving_nothing_is_fine(tier: Tier) -> None:
 
 
 def test_a_reserved_slot_shows_nothing_until_written(tier: Tier) -> None:
-    rows = chain(2)
+    rows = chain_rows(2)
     slots = tier.reserve(2)
     assert slots is not None
-    assert tier.read(slots, rows, targets(2, tier.row_bytes)) == [RowStatus.FOREIGN] * 2
+    assert tier.read(slots, rows, soiled_buffers(2, tier.row_bytes)) == [RowStatus.FOREIGN] * 2
 
 
 def test_a_released_row_is_gone_and_its_slot_serves_another(tier: Tier) -> None:
-    rows, others = chain(6), chain(6, seed=1)
-    slots = store(tier, rows)
+    rows, others = chain_rows(6), chain_rows(6, seed=1)
+    slots = store_rows(tier, rows)
     tier.release(slots[2:])
-    assert tier.read(slots[2:], rows[2:], targets(4, tier.row_bytes)) == [RowStatus.FOREIGN] * 4
-    again = store(tier, others[:4])
+    assert tier.read(slots[2:], rows[2:], soiled_buffers(4, tier.row_bytes)) == [RowStatus.FOREIGN] * 4
+    again = store_rows(tier, others[:4])
     assert holds(tier, slots[:2], rows[:2])
     assert holds(tier, again, others[:4])
     assert tier.stats().used_rows == 6
@@ -151,22 +122,22 @@ def test_a_released_row_is_gone_and_its_slot_serves_another(tier: Tier) -> None:
 
 @pytest.mark.parametrize("field", ["key", "parent", "group"])
 def test_a_row_is_only_read_under_its_own_identity(tier: Tier, field: str) -> None:
-    rows = chain(2)
-    slots = store(tier, rows)
+    rows = chain_rows(2)
+    slots = store_rows(tier, rows)
     wrong = {
         "key": RowId(b"\1" * 32, *rows[1][1:]),
         "parent": rows[1]._replace(parent=b""),
         "group": rows[1]._replace(group=1),
     }
-    into = targets(2, tier.row_bytes)
+    into = soiled_buffers(2, tier.row_bytes)
     assert tier.read(slots, [rows[0], wrong[field]], into) == [RowStatus.OK, RowStatus.FOREIGN]
-    assert into[0] == payload(rows[0], tier.row_bytes)
+    assert into[0] == payload_of(rows[0], tier.row_bytes)
     assert tier.stats().faults == {"foreign": 1}
 
 
 def test_double_release_raises_and_changes_nothing(tier: Tier) -> None:
-    rows = chain(4)
-    slots = store(tier, rows)
+    rows = chain_rows(4)
+    slots = store_rows(tier, rows)
     tier.release(slots[:1])
     with pytest.raises(IntegrityError):
         tier.release(slots[:2])
@@ -177,9 +148,9 @@ def test_double_release_raises_and_changes_nothing(tier: Tier) -> None:
 
 
 def test_only_reserved_slots_can_be_written(tier: Tier) -> None:
-    rows = chain(2)
-    slots = store(tier, rows)
-    sources = [payload(row, tier.row_bytes) for row in rows]
+    rows = chain_rows(2)
+    slots = store_rows(tier, rows)
+    sources = [payload_of(row, tier.row_bytes) for row in rows]
     with pytest.raises(IntegrityError):
         tier.write(slots, rows, sources)
     tier.release(slots)
@@ -191,8 +162,8 @@ def test_only_reserved_slots_can_be_written(tier: Tier) -> None:
 def test_misfitting_buffers_and_identities_are_refused(tier: Tier) -> None:
     slots = tier.reserve(1)
     assert slots is not None
-    (row,) = chain(1)
-    fitting = payload(row, tier.row_bytes)
+    (row,) = chain_rows(1)
+    fitting = payload_of(row, tier.row_bytes)
     for rows, sources in (
         ([row], [memoryview(bytearray(tier.row_bytes + 1))]),
         ([row, row], [fitting, fitting]),
@@ -206,16 +177,16 @@ def test_misfitting_buffers_and_identities_are_refused(tier: Tier) -> None:
 
 
 def test_read_only_sources_are_fine(tier: Tier) -> None:
-    (row,) = chain(1)
+    (row,) = chain_rows(1)
     slots = tier.reserve(1)
     assert slots is not None
-    assert tier.write(slots, [row], [memoryview(bytes(payload(row, tier.row_bytes)))]) == [RowStatus.OK]
+    assert tier.write(slots, [row], [memoryview(bytes(payload_of(row, tier.row_bytes)))]) == [RowStatus.OK]
     assert holds(tier, slots, [row])
 
 
 def test_groups_keep_the_same_key_apart(tier: Tier) -> None:
-    one, other = chain(3, group=0), chain(3, group=65535)
-    slots_one, slots_other = store(tier, one), store(tier, other)
+    one, other = chain_rows(3, group=0), chain_rows(3, group=65535)
+    slots_one, slots_other = store_rows(tier, one), store_rows(tier, other)
     assert holds(tier, slots_one, one)
     assert holds(tier, slots_other, other)
 
@@ -223,8 +194,8 @@ def test_groups_keep_the_same_key_apart(tier: Tier) -> None:
 def test_counters_add_up(tier: Tier) -> None:
     before = tier.stats()
     assert (before.used_rows, before.read_bytes, before.written_bytes, before.faults) == (0, 0, 0, {})
-    rows = chain(5)
-    slots = store(tier, rows)
+    rows = chain_rows(5)
+    slots = store_rows(tier, rows)
     assert holds(tier, slots[:3], rows[:3])
     after = tier.stats()
     assert after.used_rows == 5
@@ -234,8 +205,8 @@ def test_counters_add_up(tier: Tier) -> None:
 
 
 def test_probe_gives_a_usable_curve_and_disturbs_no_row(tier: Tier) -> None:
-    rows = chain(CAPACITY)
-    slots = store(tier, rows)
+    rows = chain_rows(CAPACITY)
+    slots = store_rows(tier, rows)
     probe = tier.probe()
     assert 0 < probe.read_latency_s < 1
     assert 0 < probe.write_latency_s < 1
@@ -245,13 +216,13 @@ def test_probe_gives_a_usable_curve_and_disturbs_no_row(tier: Tier) -> None:
 
 
 def test_a_closed_tier_says_so_and_raises_nothing(tier: Tier) -> None:
-    rows = chain(2)
-    slots = store(tier, rows)
+    rows = chain_rows(2)
+    slots = store_rows(tier, rows)
     tier.close()
     tier.close()
     assert tier.reserve(1) is None
-    assert tier.write(slots, rows, [payload(row, tier.row_bytes) for row in rows]) == [RowStatus.CLOSED] * 2
-    assert tier.read(slots, rows, targets(2, tier.row_bytes)) == [RowStatus.CLOSED] * 2
+    assert tier.write(slots, rows, [payload_of(row, tier.row_bytes) for row in rows]) == [RowStatus.CLOSED] * 2
+    assert tier.read(slots, rows, soiled_buffers(2, tier.row_bytes)) == [RowStatus.CLOSED] * 2
     tier.release(slots)
     assert tier.stats().capacity_rows >= CAPACITY
 
@@ -270,10 +241,10 @@ def test_threads_move_disjoint_slots_side_by_side(make_tier: MakeTier) -> None:
         slots = shares[worker]
         assert slots is not None
         for round_ in range(8):
-            rows = chain(3, seed=100 * worker + round_)
+            rows = chain_rows(3, seed=100 * worker + round_)
             part = slots[:3] if round_ == 0 else None
             if part is not None:
-                if tier.write(part, rows, [payload(row, tier.row_bytes) for row in rows]) != [RowStatus.OK] * 3:
+                if tier.write(part, rows, [payload_of(row, tier.row_bytes) for row in rows]) != [RowStatus.OK] * 3:
                     failures.append(f"write of {worker}")
                 kept = rows
             if not holds(tier, slots[:3], kept):

@@ -42,7 +42,7 @@ from kvtier.tiers.protocol import Slots
 
 Records = npt.NDArray[np.void]
 _CHECKED_BYTES = RECORD_BYTES - 8
-_SPARE_RECORDS = 256
+_SPARE_RECORDS = 1024
 _WAIT_S = 30.0
 
 
@@ -188,10 +188,14 @@ class Journal:
     def _schedule(self) -> None:
         """Compact in the background once three quarters are written. Called with the lock held."""
         if self._compacting is None and self._end >= max(self._retry_at, self._capacity * 3 // 4):
-            self._compacting = threading.Thread(target=self._compact_in_background, name="kvtier-journal", daemon=True)
+            self._compacting = threading.Thread(target=self.compact, name="kvtier-journal", daemon=True)
             self._compacting.start()
 
-    def _compact_in_background(self) -> None:
+    def compact(self) -> None:
+        """Rewrite the file with the last words only. Appends go on meanwhile. A failure is counted, the old file stays.
+
+        Runs in a thread of its own when due; otherwise only where nothing else compacts.
+        """
         try:
             with self._changed:
                 end, generation, fd = self._end, self.generation.copy(), self._fd

@@ -89,9 +89,10 @@ class NvmeTier:
         """See the protocol. If the journal cannot be written, the slots stay unusable until a later release can."""
         if self._in_flight.closed:
             return
-        published = slots[self._slots.published(slots)]
+        is_published = self._slots.published(slots)
+        published = slots[is_published]
         self._slots.retire(slots)
-        self._slots.reuse(np.setdiff1d(slots, published))
+        self._slots.reuse(slots[~is_published])
         if len(published) or len(self._unjournaled):
             pending = np.concatenate([self._unjournaled, published])
             try:

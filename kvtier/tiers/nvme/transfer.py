@@ -143,7 +143,8 @@ class RowTransfer:
         start = 0 if whole else self._geometry.body_bytes
         rest = self._geometry.row_bytes - start
         into = np.frombuffer(piece, dtype=np.uint8)
-        np.copyto(into[:rest], np.frombuffer(source, dtype=np.uint8)[start:])
+        if rest:
+            np.copyto(into[:rest], np.frombuffer(source, dtype=np.uint8)[start:])
         into[rest:-ROW_HEADER_BYTES] = 0
         piece[-ROW_HEADER_BYTES:] = header
 
@@ -156,5 +157,6 @@ class RowTransfer:
         target = batch.buffers[i]
         start = 0 if whole else self._geometry.body_bytes
         rest = self._geometry.row_bytes - start
-        np.copyto(np.frombuffer(target, dtype=np.uint8)[start:], np.frombuffer(piece, dtype=np.uint8)[:rest])
+        if rest:
+            np.copyto(np.frombuffer(target, dtype=np.uint8)[start:], np.frombuffer(piece, dtype=np.uint8)[:rest])
         return RowStatus.OK if checksum64(target) == promised else RowStatus.CORRUPT
