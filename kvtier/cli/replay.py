@@ -52,12 +52,10 @@ def replay(
             raise ConfigError(f"cannot write the plot {plot}: {plot.absolute().parent} is no folder")
     sources = [open_source(text, trace_format, block_tokens) for text in traces]
     rows: list[ReplayRow] = []
-    replays = len(seeds) * len(capacities) * len({*policies, "lru", "belady"})
+    replays = len(capacities) * len({*policies, "lru", "belady"})
     for source in sources:
-        with ReplayProgress(replays) as progress:
-            for row in experiment.run_grid(
-                source, policies, capacities, seeds if source.seeded else seeds[:1], progress
-            ):
+        with ReplayProgress(replays * (len(seeds) if source.seeded else 1)) as progress:
+            for row in experiment.run_grid(source, policies, capacities, seeds, progress):
                 rows.append(row)
                 if as_json:
                     typer.echo(msgspec.json.encode(row))

@@ -1,7 +1,8 @@
 """Which requests belong to one conversation: by session id where the trace has one, else inferred from the tree.
 
 Inference: if the deepest segment a prompt shares with the past lies on the latest prompt of exactly one conversation,
-the request continues it; otherwise it opens a new one under a shared prefix.
+and they share at least half of that prompt, the request continues it (perhaps with its tail rewritten); otherwise it
+opens a new one under a shared prefix.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def conversations(requests: Sequence[TraceRequest], trace: CompiledTrace) -> lis
 
 def _inferred(trace: CompiledTrace) -> list[int]:
     previous, segments, starts = trace.previous_use().tolist(), trace.segment.tolist(), trace.starts.tolist()
+    length: list[int] = trace.length.tolist()
     latest: list[list[int]] = []  # by conversation: the path of its latest prompt
     # By segment: how many conversations' latest prompts hold it, and the sum of their numbers. Where the count is 1,
     # the sum is the owner.
@@ -31,9 +33,9 @@ def _inferred(trace: CompiledTrace) -> list[int]:
     for start, stop in itertools.pairwise(starts):
         path = segments[start:stop]
         known = sum(1 for used in previous[start:stop] if used >= 0)
-        deepest = path[known - 1] if known else -1
-        if known and count[deepest] == 1:
-            conversation, common = owners[deepest], known
+        owner = owners[path[known - 1]] if known and count[path[known - 1]] == 1 else -1
+        if owner >= 0 and 2 * _blocks(path[:known], length) >= _blocks(latest[owner], length):
+            conversation, common = owner, known
             for segment in latest[conversation][common:]:
                 count[segment] -= 1
                 owners[segment] -= conversation
@@ -46,3 +48,7 @@ def _inferred(trace: CompiledTrace) -> list[int]:
             owners[segment] += conversation
         found.append(conversation)
     return found
+
+
+def _blocks(path: Sequence[int], length: Sequence[int]) -> int:
+    return sum(length[segment] for segment in path)

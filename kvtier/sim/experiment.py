@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,9 +18,9 @@ import msgspec
 
 import kvtier.place
 from kvtier.errors import ConfigError
-from kvtier.place.policy import EvictionPolicy, TierView, make_policy, policy_names
+from kvtier.place.policy import make_policy, policy_names
 from kvtier.sim.compiled import CompiledTrace
-from kvtier.sim.replay import ReplayResult, replay
+from kvtier.sim.replay import Factory, ReplayResult, replay
 from kvtier.sim.rivals import RIVALS, Belady
 from kvtier.sim.traces import TraceRequest
 
@@ -66,6 +66,12 @@ class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
 def known_policies() -> list[str]:
     """Every policy a replay can run, sorted."""
     return sorted({*policy_names(), *RIVALS, "belady"})
+
+
+def online_policy(name: str) -> Factory:
+    """How to make a rival or a production policy that does not need the future. Raises ConfigError, when called, if
+    there is none of this name."""
+    return RIVALS[name] if name in RIVALS else partial(make_policy, name)
 
 
 def parse_policies(text: str) -> list[str]:
@@ -186,10 +192,8 @@ class Experiment:
             policy_us_per_request=mine.policy_us_per_request,
         )
 
-    def _factory(self, policy: str) -> Callable[[TierView], EvictionPolicy]:
-        if policy == "belady":
-            return partial(Belady, future=self.future)
-        return RIVALS[policy] if policy in RIVALS else partial(make_policy, policy)
+    def _factory(self, policy: str) -> Factory:
+        return partial(Belady, future=self.future) if policy == "belady" else online_policy(policy)
 
 
 def run_grid(

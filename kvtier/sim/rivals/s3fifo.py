@@ -2,7 +2,8 @@
 
 A small FIFO (a tenth of the capacity) for newcomers, a main FIFO, and a ghost FIFO of what left the small one. Leaving
 the small queue, a segment used at least twice since moves to the main one, any other goes; leaving the main queue, one
-used since goes round again. The queue's head is its oldest leaf. Sizes are counted in blocks.
+used since goes round again. The queue's head is its oldest leaf. Sizes are counted in blocks. As in the authors' own
+code, newcomers fill the main queue once the small one is full, until something must leave for the first time.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ class S3FIFO(LeafwisePolicy):
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._ghost_blocks = 0
         self._clock = 0
+        self._evicting = False
+        self._newcomers = False
 
     def on_arrival(self, path: Sequence[Segment], context: RequestContext, now: float) -> None:
+        self._newcomers = False
         for segment in reversed(path):
             extent, ghost = self.view.extent(segment), self._ghosts.pop(segment.id, 0)
             self._ghost_blocks -= ghost
@@ -50,7 +54,9 @@ class S3FIFO(LeafwisePolicy):
                 if ghost and self._queue[segment.id] == SMALL:
                     self._move(segment, MAIN, extent)
             else:
-                self._queue[segment.id] = MAIN if ghost else SMALL
+                filling = not self._evicting and self._size[SMALL] >= self._small_target
+                self._queue[segment.id] = MAIN if ghost or filling else SMALL
+                self._newcomers |= self._queue[segment.id] == SMALL
                 self._uses[segment.id] = 0
                 self._stamp[segment.id] = self._tick()
 
@@ -59,6 +65,7 @@ class S3FIFO(LeafwisePolicy):
 
     def on_evicted(self, segment: Segment, old_extent: int, now: float) -> None:
         queue, blocks = self._queue[segment.id], old_extent - self.view.extent(segment)
+        self._evicting = True
         self._size[queue] -= blocks
         if queue == SMALL:
             self._ghosts[segment.id] = self._ghosts.pop(segment.id, 0) + blocks
@@ -88,9 +95,11 @@ class S3FIFO(LeafwisePolicy):
             heaps[self._queue[leaf.id]].append(self._entry(leaf))
         heapq.heapify(heaps[SMALL])
         heapq.heapify(heaps[MAIN])
-        cutter, small = Cutter(self.view), self._size[SMALL]
+        cutter, queue = Cutter(self.view), None
+        small = self._size[SMALL] - (1 if self._newcomers else 0)  # the paper evicts before it inserts
         while rows > 0 and (heaps[SMALL] or heaps[MAIN]):
-            queue = SMALL if heaps[SMALL] and (small > self._small_target or not heaps[MAIN]) else MAIN
+            if queue is None or not heaps[queue]:
+                queue = SMALL if heaps[SMALL] and (small >= self._small_target or not heaps[MAIN]) else MAIN
             segment = heaps[queue][0][3]
             left = cutter.left(segment)
             if self._stays(segment, queue, left):
@@ -99,6 +108,8 @@ class S3FIFO(LeafwisePolicy):
                 small -= left if queue == SMALL else 0
                 continue
             blocks = min(rows, left)
+            if queue == SMALL and small >= self._small_target:
+                blocks = min(blocks, small - self._small_target + 1)
             parent = cutter.cut(segment, blocks)
             rows -= blocks
             small -= blocks if queue == SMALL else 0
@@ -106,6 +117,7 @@ class S3FIFO(LeafwisePolicy):
                 heapq.heappop(heaps[queue])
             if parent is not None:
                 heapq.heappush(heaps[self._queue[parent.id]], self._entry(parent))
+            queue = None  # chosen again after every block that left, not while blocks are passed on
         return cutter.victims()
 
     def _stays(self, segment: Segment, queue: int, blocks: int) -> bool:
