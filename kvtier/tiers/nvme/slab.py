@@ -92,8 +92,8 @@ class Slab:
             self._sys.unlink(files.journal + ".tmp")
         check_medium(self._path, self._cap_bytes, files.folder)
         old = self._read_superblock()
-        had = files.occupied_bytes() + allocated_bytes(files.journal) if old else 0
-        room = make_room(files, self._cap_bytes, had, self._sys, self._fault)
+        had_bytes = files.occupied_bytes() if old else 0
+        room = make_room(files, self._cap_bytes, had_bytes, self._sys, self._fault)
         plan = plan_files(room, self.geometry)
         if plan.n_slots < 1:
             raise ConfigError(

@@ -2,8 +2,8 @@
 
 The cap covers every file of kvtier in the folder: this key space's slab and journal, the temporary file of journal
 compaction, and the files of other key spaces (another model, a former weight version). A slab takes what is free under
-the cap. If that is less than it had, or less than half the cap for a new one, the least recently opened files of other
-key spaces are removed until it fits; files another process has open are counted and never touched.
+the cap. If that is less than it has already, or less than half the cap for a new one, the least recently used files of
+other key spaces are removed until it fits; files another process has open are counted and never touched.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def files_of(folder: Path, key_space_digest: bytes) -> KeySpaceFiles:
 
 
 def other_files(folder: Path, own: KeySpaceFiles) -> list[KeySpaceFiles]:
-    """The files of all other key spaces, least recently opened first."""
+    """The files of all other key spaces, least recently used first (opening a slab writes its superblock)."""
     stems: dict[str, float] = {}
     for entry in os.scandir(folder):
         for suffix in _SUFFIXES:
@@ -184,13 +184,13 @@ def make_room(
 ) -> int:
     """Bytes the files of `own` may occupy under the cap, after removing what must go. Folder locked by the caller.
 
-    `had_bytes` is what a sound slab of this key space occupied before. Files that cannot be removed are counted and
-    stay counted against the cap.
+    `had_bytes` is what a sound slab and journal of this key space occupy now, 0 if there are none. Files that cannot
+    be removed are counted and stay counted against the cap.
     """
     others = other_files(own.folder, own)
     occupied = {files: files.occupied_bytes() for files in others}
     kept = sum(occupied.values())
-    wanted = min(cap_bytes, max(had_bytes, cap_bytes // 2))
+    wanted = min(cap_bytes, had_bytes or cap_bytes // 2)
     for files in others:
         if cap_bytes - kept >= wanted:
             break
