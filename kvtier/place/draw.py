@@ -86,6 +86,8 @@ def _trim(holder: Holder, segment: Segment, keep: int, extent: int, rows: int) -
     low, high = keep, extent - 1
     if holder.rows(segment, low) <= rows:
         return low
+    if extent - rows > low and holder.rows(segment, extent - rows) == rows:  # one row a block
+        return extent - rows
     while low < high:
         middle = (low + high + 1) // 2
         if holder.rows(segment, middle) >= rows:

@@ -28,7 +28,7 @@ class LeafSample:
 
     def key_of(self, segment_id: int, now: float) -> Key:
         """Its place in the order of eviction."""
-        return (float(self._forecast.worth(np.array([segment_id], np.int32), now)[0]),)
+        return (self._forecast.worth_of(segment_id, now),)
 
     def draw(self, now: float) -> tuple[Iterator[tuple[Key, int]], Callable[[int], Key]]:
         """The candidates, least worth first, and the key function for parents that join them."""

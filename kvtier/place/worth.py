@@ -18,6 +18,7 @@ from kvtier.place.guard import Guard
 from kvtier.place.leaves import LeafSample
 from kvtier.place.lru import LeafFirstLRU, Recency, mirror_of
 from kvtier.place.policy import TierView, Victim, register_policy
+from kvtier.place.residency import Residency
 from kvtier.predict.forecast import Forecast
 
 
@@ -38,7 +39,6 @@ class WorthPolicy:
         self._sample = LeafSample(self.forecast, self._residency, seed)
         self._lru = LeafFirstLRU(view, self._recency, self._residency)
         self.guard = Guard(view, self.forecast, self._recency, seed) if guarded else None
-        self.threshold = 0.0  # worth of the last victim: what a segment must be worth to stay in this tier
 
     def on_arrival(self, path: Sequence[Segment], context: RequestContext, now: float) -> None:
         if self._feeds:
@@ -61,22 +61,20 @@ class WorthPolicy:
         self._residency.set_extent(segment, self._view.extent(segment))
 
     def victims(self, rows: int, now: float) -> list[Victim]:
-        if self.guard is not None and not self.guard.trusts_forecast:
-            victims = self._lru.victims(rows, now)
-        elif self.guard is None:
-            victims = draw_victims(self._view, self._residency, *self._sample.draw(now), rows)
-        else:
-            victims = self._like_shadow(rows, now)
-        if victims:
-            self.threshold = self._sample.key_of(victims[-1].segment.id, now)[0]
-        return victims
+        if self.guard is None:
+            return draw_victims(self._view, self._residency, *self._sample.draw(now), rows)
+        if self.guard.trusts_forecast:
+            return self._like_shadow(self.guard.by_worth.residency, rows, now)
+        return self._lru.victims(rows, now)
 
-    def _like_shadow(self, rows: int, now: float) -> list[Victim]:
+    def threshold(self, now: float) -> float:
+        """Worth of the marginal resident: what a segment must be worth to stay in this tier. 0 while it is empty."""
+        leaves = self._residency.leaves
+        return float(self.forecast.worth(leaves, now).min()) if len(leaves) else 0.0
+
+    def _like_shadow(self, shadow: Residency, rows: int, now: float) -> list[Victim]:
         """First what the guard's shadow no longer holds, then by worth. Where both always agree, as they do once the
         guard has settled, nothing needs to be scored."""
-        guard = self.guard
-        assert guard is not None
-        shadow = guard.by_worth.residency
 
         def key_of(i: int) -> Key:
             return (float(shadow.extent(i) >= self._residency.extent(i)), *self._sample.key_of(i, now))

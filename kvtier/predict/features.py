@@ -68,6 +68,7 @@ BIASES = (OFFSETS["visit"], OFFSETS["tail"], OFFSETS["run"])
 (_STOP_INPUT, _STOP_GAP, _STOP_EWMA, _STOP_TURN, _INPUT, _OUTPUT, _NEW, _AGE, _SHARED, _GAP_EWMA, _SIO, _CROSS) = (
     OFFSETS[name] for name, _ in _GROUPS[1:13]
 )
+_RUN_STOP_AT = 6  # its place in a run's row
 _ROLE, _TOOL = OFFSETS["role"], OFFSETS["tool"]
 
 
@@ -123,7 +124,7 @@ def bucket(value: float, floor: float, size: int) -> int:
         return 0
     if value < floor:
         return 1
-    return min(size - 1, 2 + int(math.log2(value / floor)))
+    return min(size - 1, 1 + int(value / floor).bit_length())
 
 
 def _gap(gap_s: float) -> int:
@@ -196,6 +197,11 @@ def run_row(facts: RunFacts, use: FeatureSet) -> list[int]:
         OFFSETS["run_gap_ewma"] + gap * GAPS + ewma,
     ]
     return row + [PAD] * (ROW_WIDTH - len(row))
+
+
+def with_stop(row: npt.NDArray[np.int16], branched: bool, stop: int, use: FeatureSet) -> None:
+    """Write into a run's row, in place, how the request that touched it ended."""
+    row[_RUN_STOP_AT] = OFFSETS["run_branch_stop"] + branched * _STOPS + (stop if use.stop else 0)
 
 
 def blank_row() -> npt.NDArray[np.int16]:

@@ -12,6 +12,7 @@ a new bucket since.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.request import BlockType, Outcome, RequestContext
-from kvtier.predict.features import FeatureSet, RunFacts, VisitFacts, run_row, tail_row, visit_row
+from kvtier.predict.features import FeatureSet, RunFacts, VisitFacts, run_row, tail_row, visit_row, with_stop
 from kvtier.predict.gittins import index_at_edges, return_probability
 from kvtier.predict.hazard import BUCKETS, EDGES, LAST_EDGE_S, WIDTHS, Float, HazardModel, Int, bucket_of, empty_rows
 from kvtier.predict.sessions import Arrival, RunTouch, Sessions
@@ -31,6 +32,8 @@ from kvtier.predict.tool_chain import ToolChain
 
 _LEARN_BATCH = 64
 _LEARN_LIMIT = 256
+_ANSWERS_AT_ONCE = 8
+_EDGES_S: list[float] = EDGES.tolist()
 _SCANNED_PER_REQUEST = 2048  # subjects; the scan runs as seldom as keeps its cost per request below this
 RUNNING_WORTH = 1e30  # of a segment whose request has not ended
 
@@ -78,6 +81,7 @@ class Forecast:
         self._outcomes: Float = np.zeros(4 * _LEARN_LIMIT)
         self._pending = 0
         self._requests_since_scan = 0
+        self._answers: list[tuple[npt.NDArray[np.int16], int, int]] = []  # (row, first bucket, bucket of return)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +97,7 @@ class Forecast:
         if arrival.tool >= 0:
             self.tools.observe_return(arrival.tool, arrival.gap_s, arrival.new_blocks * self.block_tokens)
         for run in arrival.runs:
-            self._describe_run(run, arrival.branched, 0, now)
+            self._describe_run(run, arrival.branched, now)
         self._running[context.request_id] = arrival
 
     def on_finish(self, path: Sequence[Segment], context: RequestContext, outcome: Outcome, now: float) -> None:
@@ -102,9 +106,11 @@ class Forecast:
         if arrival is None:
             return
         subjects, visit = self.subjects, arrival.visit
-        if outcome.stop_reason:
-            for run in arrival.runs:
-                self._describe_run(run, arrival.branched, int(outcome.stop_reason), now)
+        for touch in arrival.runs if outcome.stop_reason else ():
+            if self.sessions.is_current(touch.run, touch.serial):
+                row = subjects.rows[touch.run]
+                with_stop(row, arrival.branched, int(outcome.stop_reason), self.options.features)
+                subjects.curve_bucket[touch.run] = -1
         if not self.sessions.is_current(visit, arrival.serial):
             return
         tool = self.tools.id_of(outcome.next_tool) if outcome.next_tool else -1
@@ -117,7 +123,18 @@ class Forecast:
         known_runs = len(arrival.runs)
         self.sessions.grow(arrival, path, now)
         for run in arrival.runs[known_runs:]:
-            self._describe_run(run, arrival.branched, int(outcome.stop_reason), now)
+            self._describe_run(run, arrival.branched, now)
+
+    def worth_of(self, segment_id: int, now: float) -> float:
+        """The worth of one segment: the same as `worth`, sooner."""
+        subjects, s = self.subjects, int(self.sessions.owner[segment_id])
+        age = now - float(subjects.since_s[s])
+        bucket = bisect_right(_EDGES_S, age) - 1
+        if bucket != subjects.curve_bucket[s] or bucket >= BUCKETS or subjects.running[s] or not self.options.age:
+            return float(self.worth(np.array([segment_id], np.int32), now)[0])
+        start, end = float(subjects.worth_start[s]), float(subjects.worth_end[s])
+        low = _EDGES_S[bucket]
+        return start + (end - start) * ((age - low) / (_EDGES_S[bucket + 1] - low))
 
     def worth(self, segments: npt.NDArray[np.int32], now: float) -> Float:
         """Expected hits per block second of each segment (by id) with the best stopping time."""
@@ -128,7 +145,7 @@ class Forecast:
         if not self.options.age:
             bucket[:] = 0
             age[:] = 0.0
-        np.clip(bucket, 0, BUCKETS - 1, out=bucket)
+        np.minimum(bucket, BUCKETS - 1, out=bucket)
         stale = subjects.curve_bucket[s] != bucket
         if stale.any():
             self._refresh(s[stale], bucket[stale])
@@ -143,10 +160,15 @@ class Forecast:
             worth[running] = RUNNING_WORTH
         return worth
 
-    def return_probability(self, segments: npt.NDArray[np.int32], now: float, horizon_s: float) -> Float:
-        """P(a request passes through each segment within `horizon_s`); 1 while one runs on it."""
+    def return_probability(
+        self, segments: npt.NDArray[np.int32], now: float, horizon_s: float, at_age: float | None = None
+    ) -> Float:
+        """P(a request passes through each segment within `horizon_s`); 1 while one runs on it.
+
+        `at_age`: as if each had waited for so long, instead of as long as it has.
+        """
         s = self.sessions.owner[segments]
-        age = np.maximum(now - self.subjects.since_s[s], 0.0)
+        age = np.maximum(now - self.subjects.since_s[s], 0.0) if at_age is None else np.full(len(s), at_age)
         probability = return_probability(self.model.hazards(self.subjects.rows[s]), age, horizon_s)
         probability[self.subjects.running[s]] = 1.0
         return probability
@@ -186,9 +208,8 @@ class Forecast:
         subjects = self.subjects
         age = now - float(subjects.since_s[subject])
         first, last = int(subjects.bucket[subject]), int(np.searchsorted(EDGES, age, side="right")) - 1
-        buckets = np.arange(first, min(last + 1, BUCKETS))
-        outcomes = (buckets == last).astype(np.float64)
-        self._queue(subjects.rows[subject], buckets, outcomes)
+        if first < BUCKETS:
+            self._answers.append((subjects.rows[subject].copy(), first, last))
 
     def left_behind(self, tail: int) -> None:
         """SubjectEvents: an abandoned tail needs its row."""
@@ -235,7 +256,20 @@ class Forecast:
         self._rows[at], self._buckets[at], self._outcomes[at] = rows, buckets, outcomes
         self._pending += n
 
+    def _queue_answers(self) -> None:
+        """Every answer is one event for each bucket waited through."""
+        first = np.array([answer[1] for answer in self._answers])
+        last = np.array([answer[2] for answer in self._answers])
+        waited = np.minimum(last + 1, BUCKETS) - first
+        which = np.repeat(np.arange(len(first)), waited)
+        buckets = first[which] + np.arange(len(which)) - np.repeat(np.cumsum(waited) - waited, waited)
+        rows = np.array([answer[0] for answer in self._answers])
+        self._queue(rows[which], buckets, (buckets == last[which]).astype(np.float64))
+        self._answers.clear()
+
     def _learn(self, at_least: int) -> None:
+        if self._answers and (at_least == 1 or len(self._answers) >= _ANSWERS_AT_ONCE):
+            self._queue_answers()
         done = 0
         while self._pending - done >= at_least:
             at = slice(done, min(done + _LEARN_LIMIT, self._pending))
@@ -263,7 +297,7 @@ class Forecast:
         subjects.worth_start[s], subjects.worth_end[s] = start, end
         subjects.curve_bucket[s] = bucket
 
-    def _describe_run(self, touch: RunTouch, branched: bool, stop: int, now: float) -> None:
+    def _describe_run(self, touch: RunTouch, branched: bool, now: float) -> None:
         subjects, run = self.subjects, touch.run
         if not self.sessions.is_current(run, touch.serial):
             return
@@ -274,7 +308,6 @@ class Forecast:
             count=touch.count,
             depth_tokens=touch.depth_blocks * self.block_tokens,
             branched=branched,
-            stop=stop,
             age_s=now - subjects.birth_s[run],
         )
         subjects.rows[run] = run_row(facts, self.options.features)

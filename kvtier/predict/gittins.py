@@ -20,25 +20,25 @@ def index_at_edges(hazards: Float, bucket: Int) -> tuple[Float, Float]:
 
     `hazards` is (n, BUCKETS) as HazardModel.hazards gives it. The worth inside the bucket is the linear interpolation.
     """
-    first = _index_from(hazards, bucket)
-    second = _index_from(hazards, np.minimum(bucket + 1, BUCKETS - 1))
-    last = bucket == BUCKETS - 1
-    if last.any():
-        second = np.where(last, first * (EDGES[BUCKETS - 1] / LAST_EDGE_S), second)
-    return first, second
-
-
-def _index_from(hazards: Float, bucket: Int) -> Float:
     ahead = bucket[:, None] <= _COLUMN
-    survival = np.exp(-np.cumsum(np.where(ahead, hazards, 0.0), axis=1))
+    survival = np.exp(-np.cumsum(hazards * ahead, axis=1))
     before = np.empty_like(survival)
     before[:, 0] = 1.0
     before[:, 1:] = survival[:, :-1]
-    held_s = np.cumsum(np.where(ahead, (before + survival) * (0.5 * WIDTHS), 0.0), axis=1)
+    held_s = np.cumsum((before + survival) * (0.5 * WIDTHS) * ahead, axis=1)
     ratio = np.zeros_like(survival)
     np.divide(1.0 - survival, held_s, out=ratio, where=ahead & (before >= _GIVE_UP))
-    best: Float = ratio.max(axis=1)
-    return best
+    first: Float = ratio.max(axis=1)
+    # From the end of the bucket on: the same sums, less what lies inside it, given survival of it.
+    row = np.arange(len(bucket))
+    survived, used_s = survival[row, bucket][:, None], held_s[row, bucket][:, None]
+    ahead[row, bucket] = False
+    ratio[:] = 0.0
+    np.divide(survived - survival, held_s - used_s, out=ratio, where=ahead & (before >= _GIVE_UP * survived))
+    second: Float = ratio.max(axis=1)
+    last = bucket == BUCKETS - 1
+    second[last] = first[last] * (EDGES[BUCKETS - 1] / LAST_EDGE_S)
+    return first, second
 
 
 def return_probability(hazards: Float, age_s: Float, horizon_s: float) -> Float:

@@ -190,7 +190,7 @@ class Sessions:
         """The live visit continued by a request whose last known segment this is; -1 for a new branch."""
         subjects = self._subjects
         ended = self._ends[last.id]
-        if ended != _NONE and (ends_here or not subjects.running[ended]):
+        if ended != _NONE and ends_here:
             return ended
         owner = int(self.owner[last.id])
         if self._count[last.id] != 1 or subjects.running[owner]:
