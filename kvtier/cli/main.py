@@ -9,6 +9,7 @@ import typer
 from kvtier import __version__
 from kvtier.cli.analyze import analyze
 from kvtier.cli.replay import replay
+from kvtier.cli.size import size
 from kvtier.errors import KVTierError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ def version() -> None:
 
 app.command()(replay)
 app.command()(analyze)
+app.command()(size)
 
 
 def main() -> None:
