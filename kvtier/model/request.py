@@ -58,6 +58,7 @@ class MissReason(Enum):
     CORRUPT = "corrupt"
     DEADLINE = "deadline"
     NO_ROOM = "no_room"
+    NOT_TAKEN = "not_taken"  # offered to the engine, which did not come for it
     DECLINED_RECOMPUTE_CHEAPER = "declined_recompute_cheaper"
     DECLINED_CONSERVATIVE = "declined_conservative"
     TIER_DOWN = "tier_down"

@@ -1,0 +1,417 @@
+"""StorageCache: kvtier below an engine that keeps device and host memory itself (SGLang's HiCache).
+
+The engine asks (`find`), reads into its own pages (`load`) and writes from them (`store`), from several threads at
+once. Index, residency, policies, leases and accounting are those of TierCache; what is different is who waits: the
+calling thread itself carries the bytes, or shares a read among the I/O threads.
+
+Thread-safe. One lock guards all decisions; bytes move outside it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cache.copies import Buffers, Carrier, Copy
+from kvtier.cache.ghosts import Ghosts
+from kvtier.cache.lease import Lease
+from kvtier.cache.level import Level
+from kvtier.cache.paths import Paths, Run
+from kvtier.cache.recovery import rebuild
+from kvtier.cache.tier_cache import Geometry
+from kvtier.cache.visits import Question, Visits
+from kvtier.clock import Clock, MonotonicClock
+from kvtier.config import CacheConfig
+from kvtier.index.residency import ABSENT
+from kvtier.index.tree import PrefixTree
+from kvtier.model.keys import KEY_BYTES, chain_length
+from kvtier.model.request import MissReason
+from kvtier.observe.metrics import Labels, Recorder
+from kvtier.place.gate import PrefillModel, choose_cut
+from kvtier.place.policy import EvictionPolicy, TierView, make_policy
+from kvtier.tiers.health import Breaker, BreakerState
+from kvtier.tiers.protocol import RowStatus, Tier
+
+Slots = npt.NDArray[np.int32]
+Levels = npt.NDArray[np.int8]
+Mask = npt.NDArray[np.bool_]
+
+_BREAKER_GAUGE = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
+
+class StorageCache:
+    """The storage level of one engine rank. `tiers` are ordered from fast to slow.
+
+    A block is a row in each of `geometry.groups` groups: the engine's page in as many contiguous pieces.
+    """
+
+    def __init__(
+        self, config: CacheConfig, geometry: Geometry, tiers: Sequence[Tier], clock: Clock | None = None
+    ) -> None:
+        self.config = config
+        self.clock = clock or MonotonicClock()
+        self.geometry = geometry
+        self.tree = PrefixTree()
+        self.recorder = Recorder()
+        self.prefill = PrefillModel()
+        self._paths = Paths(self.tree)
+        recovered = [tier.recover() for tier in tiers]
+        self.levels = [self._level(tier) for tier in tiers]
+        draw = random.Random(0)
+        self._breakers = {tier.name: Breaker(self.clock, draw) for tier in tiers}
+        self._writing: dict[str, set[tuple[bytes, int]]] = {tier.name: set() for tier in tiers}
+        self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens)
+        self._ghosts = Ghosts(self.tree, self.levels, config.ghost_blocks)
+        self._carrier = Carrier(config.io_threads, config.chunk_bytes)
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._moving = 0
+        self._generation = 0
+        self._closed = False
+        for level, rows in zip(self.levels, recovered, strict=True):
+            self.recorder.add("kvtier_recovered_rows", rebuild(self.tree, level, rows), level.name)
+
+    # --- the engine's calls -------------------------------------------------------------------------------------
+
+    def find(self, keys: bytes, head: bytes = b"") -> int:
+        """How many leading blocks of `keys` can be loaded and are worth it. They are leased until loaded, or until the
+        question is 30 s old. `head` are the keys before the first one, if the engine tells (or just the last of them).
+        """
+        began = time.perf_counter()
+        with self._lock:
+            if self._closed or not keys:
+                return 0
+            now = self.clock.now()
+            self._visits.expire(now)
+            runs = self._paths.place(keys, head)
+            where, slots, reasons = self._where(runs, chain_length(keys))
+            found = _leading(where >= 0)
+            offered = self._gate(runs[0].depth, where[:found])
+            reasons[offered:found] = [MissReason.DECLINED_RECOMPUTE_CHEAPER] * (found - offered)
+            question = Question(keys, offered, reasons[offered:], self._promise(where[:offered], slots))
+            self._visits.asked(question, [run.chain for run in runs], runs[0].before, now)
+            self._ghosts.visited([segment for run in runs for segment in self.tree.walk(run.chain).path])
+            self._ghosts.prune()
+            self.recorder.observe("kvtier_control_seconds", time.perf_counter() - began, "find")
+            return offered
+
+    def load(self, keys: bytes, targets: Buffers) -> list[bool]:
+        """Read blocks into `targets` and verify them. True for those that are there; the content of the others is
+        undefined."""
+        n = chain_length(keys)
+        done, failed = np.zeros(n, np.bool_), dict[int, MissReason]()
+        source = np.full(n, -1, np.int8)
+        with self._transfer() as admitted:
+            for index, level in enumerate(self.levels if admitted else []):
+                with self._lock:
+                    copies = self._reads(level, keys, ~done, targets)
+                    self._visits.take(keys[:KEY_BYTES])  # the copies hold the rows now; damaged ones must be free to go
+                for copy in copies:
+                    self._carrier.carry(copy, read=True)
+                with self._lock:
+                    for copy in copies:
+                        arrived = self._landed_read(copy, failed)
+                        done[arrived] = True
+                        source[arrived] = index
+                if done.all():
+                    break
+            with self._lock:
+                self._account_load(keys, done, source, failed)
+        return [bool(ok) for ok in done]
+
+    def store(self, keys: bytes, sources: Buffers, head: bytes = b"") -> list[bool]:
+        """Write blocks that no tier has yet to every tier that takes them. True for those that are in some tier
+        afterwards, or being written by another call."""
+        n = chain_length(keys)
+        with self._transfer() as admitted:
+            if not admitted or not n:
+                return [False] * n
+            with self._lock:
+                now = self.clock.now()
+                self._visits.expire(now)
+                runs = self._paths.place(keys, head)
+                # Before room is made, so that nothing of this path is the next victim.
+                for run in runs:
+                    self._visits.stored(run.keys, run.before, run.chain, not run.known, now)
+                copies = [copy for level in self.levels for copy in self._writes(level, runs, sources)]
+            for copy in copies:
+                self._carrier.carry(copy, read=False)
+            with self._lock:
+                for copy in copies:
+                    self._landed_write(copy)
+                present = self._present(runs, n)
+                self._ghosts.prune()
+        return [bool(there) for there in present]
+
+    def clear(self) -> None:
+        """Forget every block in every tier. What is being written now is not kept."""
+        with self._lock:
+            self._visits.settle_all(self.clock.now())
+            self._generation += 1
+            for level in self.levels:
+                level.clear()
+
+    def close(self, drain_s: float = 10.0) -> None:
+        """Answer nothing from now on, wait for transfers under way, close the tiers. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._visits.settle_all(self.clock.now())
+            self._gauges()
+            self._idle.wait_for(lambda: self._moving == 0, drain_s)
+        self._carrier.close()
+        for level in self.levels:
+            level.tier.close()
+
+    # --- what can be seen ---------------------------------------------------------------------------------------
+
+    def observe_prefill(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """One engine step computed tokens [start, stop) of some prompts in `seconds`: what loading competes with."""
+        with self._lock:
+            self.prefill.observe(spans, seconds)
+
+    def note_fault(self, reason: str) -> None:
+        """Something failed in the engine's own calls around this cache."""
+        with self._lock:
+            self.recorder.add("kvtier_faults", 1, "engine", reason)
+
+    def leases(self) -> int:
+        """Leases outstanding over all tiers."""
+        return sum(level.book.outstanding for level in self.levels)
+
+    def settle(self) -> None:
+        """Count what is open as it stands, and let go of every promise."""
+        with self._lock:
+            self._visits.settle_all(self.clock.now())
+
+    def drain(self) -> tuple[dict[tuple[str, Labels], float], dict[tuple[str, Labels], list[float]]]:
+        """What was counted since the last call, and the gauges now."""
+        with self._lock:
+            if not self._closed:
+                self._visits.expire(self.clock.now())
+                self._gauges()
+            return self.recorder.drain()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if index or residency is broken. Costs a full traversal."""
+        with self._lock:
+            self.tree.check_integrity()
+            for level in self.levels:
+                level.residency.check_integrity()
+
+    def _gauges(self) -> None:
+        for level in self.levels:
+            level.gauges()
+            self.recorder.set("kvtier_breaker_state", _BREAKER_GAUGE[self._breakers[level.name].state], level.name)
+        self.recorder.set("kvtier_leases", self.leases())
+        self.recorder.set("kvtier_segments", len(self.tree))
+        self.recorder.set("kvtier_index_blocks", self.tree.blocks)
+
+    # --- questions ----------------------------------------------------------------------------------------------
+
+    def _where(self, runs: list[Run], n: int) -> tuple[Levels, list[Slots], list[MissReason]]:
+        """For every block the fastest usable level that has all of it (-1: none), its slots by level, and why it would
+        be a miss."""
+        where = np.full(n, -1, np.int8)
+        slots = [np.full((n, self.geometry.groups), ABSENT, np.int32) for _ in self.levels]
+        known, down, writing = (np.zeros(n, np.bool_) for _ in range(3))
+        for run in runs:
+            known[run.part] = run.known
+        for index in range(len(self.levels) - 1, -1, -1):
+            level = self.levels[index]
+            for run in runs:
+                slots[index][run.part] = self._paths.slots(level, run)
+            whole = (slots[index] != ABSENT).all(axis=1)
+            if whole.any() and self._breakers[level.name].allow():
+                where[whole] = index
+            else:
+                down |= whole
+            writing |= self._under_way(level, runs, n).any(axis=1)
+        reasons = np.full(n, MissReason.NEVER_SEEN, object)
+        reasons[known] = MissReason.EVICTED
+        reasons[writing] = MissReason.IN_FLIGHT
+        reasons[down] = MissReason.TIER_DOWN
+        return where, slots, reasons.tolist()
+
+    def _under_way(self, level: Level, runs: list[Run], n: int) -> Mask:
+        """Rows another call is writing to a level: (blocks, groups)."""
+        rows, writing = np.zeros((n, self.geometry.groups), np.bool_), self._writing[level.name]
+        for run in runs if writing else []:
+            for i, key in enumerate(run.keys):
+                for group in range(self.geometry.groups):
+                    rows[run.start + i, group] = (key, group) in writing
+        return rows
+
+    def _gate(self, depth: int, where: Levels) -> int:
+        """How many of the blocks found are faster to load than to compute."""
+        n = len(where)
+        if not n or not self.config.gate:
+            return n
+        size = self.geometry.block_tokens
+        costs = []
+        for index, level in enumerate(self.levels):
+            here = np.cumsum(np.concatenate([[0], where == index])) * float(level.row_bytes * self.geometry.groups)
+            if here[-1]:
+                costs.append((level.curve(0), here))
+        cut = choose_cut(costs, self.prefill, depth * size, size, (depth + n) * size)
+        self.recorder.add("kvtier_gate_decisions", 1, "all" if cut.blocks == n else "part" if cut.blocks else "none")
+        return cut.blocks
+
+    def _promise(self, where: Levels, slots: list[Slots]) -> list[Lease]:
+        leases = []
+        for index, level in enumerate(self.levels):
+            mine = np.flatnonzero(where == index)
+            if mine.size:
+                leases.append(level.book.take(slots[index][mine].ravel(), "a question"))
+        return leases
+
+    # --- loads --------------------------------------------------------------------------------------------------
+
+    def _reads(self, level: Level, keys: bytes, wanted: Mask, targets: Buffers) -> list[Copy]:
+        copies = []
+        for run in self._paths.known(keys):
+            slots = self._paths.slots(level, run)
+            mine = (slots != ABSENT).all(axis=1) & wanted[run.part]
+            if mine.any():
+                rows = np.repeat(mine[:, None], self.geometry.groups, axis=1)
+                copies.append(Copy.of(level, run, rows, slots[rows], targets, lease=True, generation=self._generation))
+        return copies
+
+    def _landed_read(self, copy: Copy, failed: dict[int, MissReason]) -> npt.NDArray[np.intp]:
+        """Blocks that arrived whole; adds to `failed` why the others did not. What is damaged leaves the tier."""
+        self._note_transfer(copy, "read")
+        copy.level.observe_read(int(copy.ok.sum()) * copy.level.row_bytes, copy.seconds)
+        for block, status in zip(copy.at.tolist(), copy.statuses, strict=True):
+            if status in (RowStatus.CORRUPT, RowStatus.FOREIGN):
+                failed[block] = MissReason.CORRUPT
+                self._drop_damaged(copy, block, status)
+            elif status is not RowStatus.OK:
+                failed.setdefault(block, MissReason.LOAD_FAILED)
+        return np.setdiff1d(copy.at, copy.at[~copy.ok])
+
+    def _drop_damaged(self, copy: Copy, block: int, status: RowStatus) -> None:
+        if copy.generation != self._generation:
+            return
+        depth = copy.run.depth + block - copy.run.start
+        for segment in self.tree.walk(copy.run.chain).path:
+            if segment.depth <= depth < segment.stop:
+                copy.level.evict_below(segment, depth - segment.depth, status.value)
+
+    def _account_load(self, keys: bytes, done: Mask, source: Levels, failed: dict[int, MissReason]) -> None:
+        leading = _leading(done)
+        names = [self.levels[index].name for index in source[:leading].tolist()]
+        failure = None if leading == len(done) else failed.get(leading, MissReason.EVICTED)
+        self._visits.loaded(keys[:KEY_BYTES], names, failure, self.clock.now())
+
+    # --- stores -------------------------------------------------------------------------------------------------
+
+    def _present(self, runs: list[Run], n: int) -> Mask:
+        """Blocks that some tier has, or is being given."""
+        present = np.zeros(n, np.bool_)
+        for level in self.levels:
+            rows = self._under_way(level, runs, n)
+            for run in runs:
+                rows[run.part] |= self._paths.slots(level, run) != ABSENT
+            present |= rows.all(axis=1)
+        return present
+
+    def _writes(self, level: Level, runs: list[Run], sources: Buffers) -> list[Copy]:
+        """Rows the level lacks, with slots reserved; the head of them if there is not room for all."""
+        n = runs[-1].start + runs[-1].count
+        missing = ~self._under_way(level, runs, n)
+        for run in runs:
+            missing[run.part] &= self._paths.slots(level, run) == ABSENT
+        if not missing.any():
+            return []
+        if not self._breakers[level.name].allow():
+            self.recorder.add("kvtier_stores_refused", int(missing.sum()), level.name, "tier_down")
+            return []
+        copies = []
+        for run in runs:
+            rows = missing[run.part]
+            slots = self._room(level, run, rows)
+            if len(slots):
+                copy = Copy.of(level, run, rows, slots, sources, lease=False, generation=self._generation)
+                self._writing[level.name].update((row.key, row.group) for row in copy.rows)
+                copies.append(copy)
+        return copies
+
+    def _room(self, level: Level, run: Run, rows: Mask) -> Slots:
+        """Slots for the rows marked, in order of blocks; where there is not room for all, unmarks the last ones."""
+        wanted, slots = int(rows.sum()), np.empty(0, np.int32)
+        held = level.residency.slots_of(self.tree.walk(run.chain)).ravel()
+        with level.book.take(held[held != ABSENT], "the head of a store"):
+            while rows.any():
+                made = level.make_room(int(rows.sum()))
+                if made is not None:
+                    slots = made
+                    break
+                blocks = np.flatnonzero(rows.any(axis=1))
+                rows[blocks[len(blocks) // 2] :] = False
+        self.recorder.add("kvtier_stores_refused", wanted - len(slots), level.name, "no_room")
+        return slots
+
+    def _landed_write(self, copy: Copy) -> None:
+        self._note_transfer(copy, "write")
+        self._writing[copy.level.name].difference_update((row.key, row.group) for row in copy.rows)
+        ok = copy.ok & (copy.generation == self._generation)
+        if (~ok).any():
+            copy.level.tier.release(copy.slots[~ok])
+        blocks = copy.at - copy.run.start + copy.run.depth
+        # The engine has the blocks before these in its own memory, so they can be reached even if this tier lost them.
+        elsewhere = np.ones(copy.run.depth, np.bool_)
+        for group in np.unique(copy.groups[ok]):
+            mine = ok & (copy.groups == group)
+            copy.level.publish(copy.run.chain, int(group), blocks[mine], copy.slots[mine], elsewhere)
+
+    # --- transfers ----------------------------------------------------------------------------------------------
+
+    def _note_transfer(self, copy: Copy, direction: str) -> None:
+        """Count a finished copy, tell the tier's breaker how it went, let go of its rows."""
+        level, breaker, done = copy.level, self._breakers[copy.level.name], int(copy.ok.sum())
+        if copy.lease is not None:
+            copy.lease.release()
+        self.recorder.add("kvtier_bytes", done * level.row_bytes, level.name, direction)
+        self.recorder.add("kvtier_seconds", copy.seconds, level.name, direction)
+        for status in copy.statuses:
+            if status is not RowStatus.OK:
+                self.recorder.add("kvtier_faults", 1, level.name, status.value)
+        if RowStatus.IO_ERROR in copy.statuses:
+            breaker.failure(RowStatus.IO_ERROR.value)
+        elif done:
+            breaker.success(copy.seconds)
+
+    @contextmanager
+    def _transfer(self) -> Iterator[bool]:
+        """A call that moves bytes: `close` waits for it. Gives False if the cache is closed."""
+        with self._lock:
+            admitted = not self._closed
+            self._moving += admitted
+        try:
+            yield admitted
+        finally:
+            with self._lock:
+                self._moving -= admitted
+                self._idle.notify_all()
+
+    def _level(self, tier: Tier) -> Level:
+        def policy(view: TierView) -> EvictionPolicy:
+            return make_policy(self.config.policy, view)
+
+        groups, closed = self.geometry.groups, self.geometry.closed_groups
+        capacity = tier.stats().capacity_rows
+        # Not strict: the engine's own memory may hold the head of what a tier holds.
+        return Level(tier, self.tree, capacity, groups, closed, policy, self.clock, self.recorder, tier.probe(), False)
+
+
+def _leading(mask: Mask) -> int:
+    """How many leading entries are true."""
+    holes = np.flatnonzero(~mask)
+    return int(holes[0]) if holes.size else len(mask)
