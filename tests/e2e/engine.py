@@ -1,16 +1,20 @@
 """Building blocks for scenarios: start vLLM in this process, with or without kvtier, ask it, read what it counted.
 
-Imported by scenario modules inside their own child process (see kvtier/testing/scenario.py), never by test modules:
-importing vLLM takes seconds and leaves process-wide state.
+Call these inside a scenario's own process (see kvtier/testing/scenario.py). vLLM is imported by the functions, not by
+this module: it takes seconds and leaves process-wide state, and pytest imports the modules that define scenarios.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm import LLM, RequestOutput, SamplingParams
+from prometheus_client import REGISTRY
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
 
 BLOCK_TOKENS = 32  # the CPU attention kernel needs a multiple of 32
 MLA_BLOCK_TOKENS = 16  # the CPU MLA kernel exists for 16 only
@@ -23,6 +27,8 @@ def start_engine(model: str, *, kvtier: dict[str, Any] | None = None, **override
     `kvtier` is the connector's extra configuration (`{"dram_bytes": ..., "nvme_path": ...}`); None runs plain vLLM.
     `overrides` are arguments of `vllm.LLM`.
     """
+    from vllm import LLM
+
     settings: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -43,8 +49,11 @@ def start_engine(model: str, *, kvtier: dict[str, Any] | None = None, **override
 
 def ask(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **sampling: Any) -> list[RequestOutput]:
     """Answer token prompts greedily with exactly `max_tokens` tokens each; all of them are submitted at once."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
     parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
-    requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    requests = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     return llm.generate(requests, parameters, use_tqdm=False)
 
 
@@ -58,13 +67,63 @@ def cached_tokens(outputs: Sequence[RequestOutput]) -> list[int]:
     return [output.num_cached_tokens or 0 for output in outputs]
 
 
-def counters(llm: LLM, prefix: str) -> dict[str, float]:
-    """Return the engine's counters and gauges whose name starts with `prefix`, as `name{label=value,...}` -> value."""
+def metrics(prefix: str) -> dict[str, float]:
+    """Return this process's Prometheus samples whose name starts with `prefix`, as `name{label=value,...}` -> value.
+
+    Read from the registry because `LLM.get_metrics` leaves out every name that does not start with "vllm:".
+    """
     found: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        value = getattr(metric, "value", None)
-        if metric.name.startswith(prefix) and value is not None:
-            labels = {key: text for key, text in metric.labels.items() if key not in ("engine", "model_name")}
-            text = ",".join(f"{key}={labels[key]}" for key in sorted(labels))
-            found[f"{metric.name}{{{text}}}"] = float(value)
+    for sample in (sample for family in REGISTRY.collect() for sample in family.samples):
+        if sample.name.startswith(prefix) and not sample.name.endswith("_created"):
+            labels = ",".join(
+                f"{name}={sample.labels[name]}"
+                for name in sorted(sample.labels)
+                if name not in ("engine", "model_name")
+            )
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def shut_down(llm: LLM) -> None:
+    """End the engine as a server does on exit: kvtier finishes its writes, so that the next process finds them."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def connector_of(llm: LLM) -> Any:
+    """Return the scheduler-side connector of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+
+def settle(llm: LLM) -> Any:
+    """Step until nothing is left to do and every row that moves has arrived; returns the engine's TierCache."""
+    core = llm.llm_engine.engine_core.engine_core
+    cache = connector_of(llm).manager.cache
+    for _ in range(1_000):
+        core.step()
+        cache.mover.drain(5.0)
+        cache.poll()
+        if not core.scheduler.has_requests() and not cache.busy:
+            break
+    return cache
+
+
+def device_bytes(llm: LLM) -> dict[str, str]:
+    """Return a digest of the bytes of every block in the device prefix cache, by block hash and group."""
+    import torch
+
+    core = llm.llm_engine.engine_core.engine_core
+    pages = {
+        name: layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+        for name, layer in core.vllm_config.compilation_config.static_forward_context.items()
+        if getattr(layer, "kv_cache", None) is not None
+    }
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    found: dict[str, str] = {}
+    for block in core.scheduler.kv_cache_manager.block_pool.blocks:
+        if block.block_hash is None or block.is_null:
+            continue
+        digest = hashlib.sha256()
+        for layer in groups[int.from_bytes(block.block_hash[-4:], "big")].layer_names:
+            digest.update(pages[layer][block.block_id].contiguous().view(torch.uint8).numpy().tobytes())
+        found[block.block_hash.hex()] = digest.hexdigest()
     return found
