@@ -92,9 +92,7 @@ def build_own(own: Path, shared: Path, stamp: dict[str, str]) -> None:
     elif own.exists():
         shutil.rmtree(own)
     venv.create(own, with_pip=False, symlinks=True)
-    chain = site_packages(own) / "kvtier_packages.pth"
-    chain.write_text(f"import site; site.addsitedir({str(site_packages(shared))!r})\n")
-    copy_commands(shared / "bin", own / "bin")
+    add_packages(own, shared)
     python = str(own / "bin" / "python")
     install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(REPOSITORY)]
     if subprocess.run([python, "-m", "pip", *install], stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
@@ -110,11 +108,13 @@ def is_ready(own: Path, shared: Path, stamp: dict[str, str]) -> bool:
     return False
 
 
-def copy_commands(source: Path, target: Path) -> None:
-    """Give the checkout's environment the shared one's commands, run by its own Python: then they see kvtier."""
-    old, new = os.fsencode(source / "python"), os.fsencode(target / "python")
-    for command in sorted(source.iterdir()):
-        destination = target / command.name
+def add_packages(own: Path, shared: Path) -> None:
+    """Let the checkout's environment see the shared packages, and run their commands by its own Python."""
+    chain = site_packages(own) / "kvtier_packages.pth"
+    chain.write_text(f"import site; site.addsitedir({str(site_packages(shared))!r})\n")
+    old, new = os.fsencode(shared / "bin" / "python"), os.fsencode(own / "bin" / "python")
+    for command in sorted((shared / "bin").iterdir()):
+        destination = own / "bin" / command.name
         if command.name.startswith(("python", "activate", "Activate")) or destination.exists() or command.is_dir():
             continue
         content = command.read_bytes()
