@@ -112,15 +112,17 @@ def add_packages(own: Path, shared: Path) -> None:
     """Let the checkout's environment see the shared packages, and run their commands by its own Python."""
     chain = site_packages(own) / "kvtier_packages.pth"
     chain.write_text(f"import site; site.addsitedir({str(site_packages(shared))!r})\n")
-    old, new = os.fsencode(shared / "bin" / "python"), os.fsencode(own / "bin" / "python")
+    # A preamble that sh and Python both can read, for an interpreter's path of any length and with spaces in it.
+    preamble = b"#!/bin/sh\n'''exec' \"%s\" \"$0\" \"$@\"\n' '''\n" % os.fsencode(own / "bin" / "python")
+    old = os.fsencode(shared / "bin" / "python")
     for command in sorted((shared / "bin").iterdir()):
         destination = own / "bin" / command.name
         if command.name.startswith(("python", "activate", "Activate")) or destination.exists() or command.is_dir():
             continue
-        content = command.read_bytes()
-        head, newline, rest = content.partition(b"\n")
-        if content.startswith(b"#!") and old in head:
-            destination.write_bytes(b"#!" + new + newline + rest)
+        lines = command.read_bytes().splitlines(keepends=True)
+        length = 3 if lines[1:2] and lines[1].startswith(b"'''exec'") else 1
+        if lines[0].startswith(b"#!") and old in b"".join(lines[:length]):
+            destination.write_bytes(preamble + b"".join(lines[length:]))
             destination.chmod(0o755)
         else:
             destination.symlink_to(command)
