@@ -21,6 +21,8 @@ from kvtier.tiers.memory import round_up
 BLOCK = 4096
 """File offsets and lengths are multiples of this: it suits devices with 512-byte and with 4-KiB sectors."""
 
+_SECTOR = 512
+
 IOV_MAX = int(os.sysconf("SC_IOV_MAX"))
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -93,11 +95,21 @@ class DirectFile:
             return
         page = mmap.mmap(-1, 2 * BLOCK)
         try:
-            if self._sys.preadv(self.fd, [memoryview(page)[512 : 512 + BLOCK]], 0) == BLOCK:
-                self.memory_align = 512
+            if self._sys.preadv(self.fd, [memoryview(page)[_SECTOR : _SECTOR + BLOCK]], 0) == BLOCK:
+                self.memory_align = _SECTOR
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
+
+    def read_block(self, offset: int) -> bytes:
+        """The block at `offset`, cut off where the file ends. Raises OSError."""
+        block, done = memoryview(mmap.mmap(-1, BLOCK)), 0
+        while done < BLOCK:
+            moved = self._sys.preadv(self.fd, [block[done:]], offset + done)
+            if moved <= 0:
+                break
+            done += moved
+        return bytes(block[:done])
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` from `offset` on. Raises OSError (EIO where the file ends too early)."""
@@ -114,7 +126,7 @@ class DirectFile:
         pending = list(buffers)
         while pending:
             moved = call(self.fd, pending[:IOV_MAX], offset)
-            if moved <= 0 or (self.direct and moved % self.memory_align):
+            if moved <= 0 or (self.direct and moved % _SECTOR):
                 raise OSError(errno.EIO, f"short transfer of {moved} bytes at {offset}", self.path)
             offset += moved
             pending = _drop(pending, moved)

@@ -127,12 +127,13 @@ class Journal:
         except FileNotFoundError:
             return Verdict.EMPTY, bytearray()
         try:
-            header = bytearray(BLOCK)
-            moved = self._sys.preadv(fd, [memoryview(header)], 0)
-            verdict = judge_journal_header(bytes(header[:moved]), self._slab_id)
+            size = os.fstat(fd).st_size
+            header = bytearray(min(size, BLOCK))
+            self._read_at(fd, memoryview(header), 0)
+            verdict = judge_journal_header(bytes(header), self._slab_id)
             if verdict is not Verdict.OK:
                 return verdict, bytearray()
-            records = bytearray(max(0, os.fstat(fd).st_size - BLOCK) // RECORD_BYTES * RECORD_BYTES)
+            records = bytearray(max(0, size - BLOCK) // RECORD_BYTES * RECORD_BYTES)
             self._read_at(fd, memoryview(records), BLOCK)
             return verdict, records
         finally:

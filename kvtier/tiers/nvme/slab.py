@@ -55,23 +55,10 @@ class Slab:
         self._cap_bytes = cap_bytes
         self._sys = syscalls
         self._fault = fault
-        with locked_folder(path, syscalls) as folder, contextlib.ExitStack() as undo:
-            self.files = files_of(folder, key_space_digest)
-            try:
-                self.file = DirectFile(self.files.slab, syscalls, direct=direct)
-            except OSError as error:
-                raise unusable(path, error) from error
-            undo.callback(syscalls.close, self.file.fd)
-            if not try_lock(self.file.fd, syscalls):
-                raise ConfigError(
-                    f"the slab {self.files.slab!r} is in use by {holder_of(self.file.fd)}; "
-                    f"give this engine another nvme_path, or stop the other one"
-                )
-            try:
-                self.plan, self.journal, self.records = self._open(self.files)
-            except OSError as error:
-                raise self._explained(error) from error
-            undo.pop_all()
+        try:
+            self._lock_and_open(path, key_space_digest, direct)
+        except OSError as error:
+            raise self._explained(error) from error
 
     def medium_bytes(self) -> int:
         """Bytes of the medium this key space's files occupy now."""
@@ -86,6 +73,22 @@ class Slab:
             self._fault("close_io_error")
         with contextlib.suppress(OSError):
             self._sys.close(self.file.fd)
+
+    def _lock_and_open(self, path: str, key_space_digest: bytes, direct: bool) -> None:
+        with locked_folder(path, self._sys) as folder, contextlib.ExitStack() as undo:
+            self.files = files_of(folder, key_space_digest)
+            try:
+                self.file = DirectFile(self.files.slab, self._sys, direct=direct)
+            except OSError as error:
+                raise unusable(path, error) from error
+            undo.callback(self._sys.close, self.file.fd)
+            if not try_lock(self.file.fd, self._sys):
+                raise ConfigError(
+                    f"the slab {self.files.slab!r} is in use by {holder_of(self.file.fd)}; "
+                    f"give this engine another nvme_path, or stop the other one"
+                )
+            self.plan, self.journal, self.records = self._open(self.files)
+            undo.pop_all()
 
     def _open(self, files: KeySpaceFiles) -> tuple[Plan, Journal, Records]:
         with contextlib.suppress(FileNotFoundError):
@@ -127,9 +130,7 @@ class Slab:
         size = os.fstat(self.file.fd).st_size
         if size == 0:
             return None
-        block = memoryview(mmap.mmap(-1, BLOCK))
-        self._sys.preadv(self.file.fd, [block], 0)
-        verdict, found = Superblock.parse(bytes(block))
+        verdict, found = Superblock.parse(self.file.read_block(0))
         if found is None:
             self._fault(f"slab_{verdict.value}")
             return None

@@ -93,16 +93,7 @@ class NvmeTier:
         published = slots[is_published]
         self._slots.retire(slots)
         self._slots.reuse(slots[~is_published])
-        if len(published) or len(self._unjournaled):
-            pending = np.concatenate([self._unjournaled, published])
-            try:
-                self._journal.free(pending)
-            except OSError:
-                self._meter.fault("release_not_journaled", len(published))
-                self._unjournaled = pending
-            else:
-                self._unjournaled = pending[:0]
-                self._slots.reuse(pending)
+        self._journal_release(published)
 
     def recover(self) -> list[RecoveredRow]:
         records, self._recovered = self._recovered, self._recovered[:0]
@@ -113,6 +104,7 @@ class NvmeTier:
         if self._in_flight.closed:
             return
         if self._in_flight.close(_CLOSE_WAIT_S):
+            self._journal_release(self._unjournaled[:0])
             self._slab.close()
         else:  # a transfer hangs in the kernel: closing the file now could redirect it to another one
             self._meter.fault("close_abandoned")
@@ -188,6 +180,19 @@ class NvmeTier:
             raise IntegrityError("published slots and the journal's last words differ")
 
     # ---- inside
+
+    def _journal_release(self, published: Slots) -> None:
+        """Append that these slots, and those a former failure left over, hold nothing; then they can be reused."""
+        pending = np.concatenate([self._unjournaled, published])
+        self._unjournaled = pending
+        if len(pending):
+            try:
+                self._journal.free(pending)
+            except OSError:
+                self._meter.fault("release_not_journaled", len(published))
+                return
+            self._unjournaled = pending[:0]
+            self._slots.reuse(pending)
 
     def _take_generations(self, n: int) -> range:
         with self._generation_lock:

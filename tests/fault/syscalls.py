@@ -1,0 +1,150 @@
+"""Operating systems that misbehave on order, for the nvme tier."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.tiers.nvme.io import Syscalls
+
+STEPS = ("open", "close", "preadv", "pwritev", "fallocate", "ftruncate", "fdatasync", "rename", "unlink", "flock")
+
+
+class PowerCut(BaseException):
+    """The process or the machine died here. Not an Exception: nothing may catch it."""
+
+
+class StepSyscalls(Syscalls):
+    """Counts every call and does something else at one of them.
+
+    `at(step)` is asked before each call, with its number; it answers None to let the call through, an OSError to raise,
+    "short" to move only part of the bytes, or PowerCut to die, after half of a write. Once dead, everything dies.
+    After every call the bytes on the medium are held against `cap_bytes`.
+    """
+
+    def __init__(
+        self, folder: Path, cap_bytes: int, at: Callable[[int, str], OSError | str | PowerCut | None] | None = None
+    ) -> None:
+        self.folder = folder
+        self.cap_bytes = cap_bytes
+        self.at = at if at is not None else lambda step, name: None
+        self.step = 0
+        self.names: list[str] = []
+        self.dead = False
+        self.most_bytes = 0
+        self.fds: set[int] = set()
+
+    def occupied_bytes(self) -> int:
+        """What `du` counts: the folder and everything in it."""
+        total = os.lstat(self.folder).st_blocks
+        for entry in os.scandir(self.folder):
+            try:
+                total += entry.stat(follow_symlinks=False).st_blocks
+            except FileNotFoundError:
+                continue
+        return total * 512
+
+    def kill(self) -> None:
+        """What the kernel does for a dead process: close its files, and so drop its locks."""
+        self.dead = True
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self.dead:
+            raise PowerCut
+        step, self.step = self.step, self.step + 1
+        self.names.append(name)
+        fault = self.at(step, name)
+        if isinstance(fault, OSError) and name == "close":
+            fault = None  # the descriptor is gone whatever close says
+        if isinstance(fault, OSError):
+            raise fault
+        moving = name in ("preadv", "pwritev")
+        if moving and fault is not None:
+            fd, buffers, offset = arguments
+            whole = sum(b.nbytes for b in buffers)
+            # A short transfer ends on a sector, as the kernel would end it.
+            arguments = (fd, _head(buffers, max(min(512, whole), whole // 2 // 512 * 512)), offset)
+        result = None
+        if not isinstance(fault, PowerCut) or moving:
+            result = getattr(Syscalls, name)(self, *arguments)
+        if isinstance(fault, PowerCut):
+            self.dead = True
+            raise fault
+        if name == "open":
+            self.fds.add(result)
+        elif name == "close":
+            self.fds.discard(arguments[0])
+        self.most_bytes = max(self.most_bytes, self.occupied_bytes())
+        assert self.most_bytes <= self.cap_bytes, f"{self.most_bytes} bytes after step {step} ({name})"
+        return result
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def call(self: StepSyscalls, *arguments: Any) -> Any:
+        return self._call(name, *arguments)
+
+    return call
+
+
+for _name in STEPS:
+    setattr(StepSyscalls, _name, _forward(_name))
+
+
+def _head(buffers: Sequence[memoryview], n_bytes: int) -> list[memoryview]:
+    """The first `n_bytes` of some buffers."""
+    head = []
+    for buffer in buffers:
+        if n_bytes <= 0:
+            break
+        head.append(buffer[:n_bytes])
+        n_bytes -= buffer.nbytes
+    return head
+
+
+class LosingSyscalls(StepSyscalls):
+    """A machine whose power fails: what was written since the last sync of a file may be lost, block by block."""
+
+    def __init__(self, *arguments: Any, draw: random.Random) -> None:
+        super().__init__(*arguments)
+        self._draw = draw
+        self._paths: dict[int, str] = {}
+        self._unsynced: dict[int, list[tuple[int, bytes]]] = {}
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if name == "pwritev" and not self.dead:
+            fd, buffers, offset = arguments
+            length = sum(b.nbytes for b in buffers)
+            plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+            before = os.pread(plain, length, offset).ljust(length, b"\0")
+            os.close(plain)
+            self._unsynced.setdefault(os.fstat(fd).st_ino, []).append((offset, before))
+        result = super()._call(name, *arguments)
+        if name == "fdatasync":
+            self._unsynced.pop(os.fstat(arguments[0]).st_ino, None)
+        return result
+
+    def lose(self) -> None:
+        """Undo a random part of what was not synced, newest first, in blocks of the medium."""
+        for entry in list(os.scandir(self.folder)):
+            undo = self._unsynced.get(entry.inode(), [])
+            fd = os.open(entry.path, os.O_RDWR)
+            for offset, before in reversed(undo):
+                for start in range(0, len(before), 4096):
+                    if self._draw.random() < 0.4:
+                        os.pwrite(fd, before[start : start + 4096], offset + start)
+            os.close(fd)
+
+
+def os_error(code: int) -> OSError:
+    """An OSError as the kernel raises it."""
+    return OSError(code, os.strerror(code))
+
+
+EIO, ENOSPC = errno.EIO, errno.ENOSPC
