@@ -87,6 +87,8 @@ def omitted(model_type: str, raw: Mapping[str, object]) -> dict[str, object]:
     """The fields that the family's reference class would add to `raw`."""
     name = family(model_type)
     added = {key: value for key, value in _DEFAULTS.get(name, {}).items() if raw.get(key) is None}
+    if raw.get("per_layer_config") is not None:  # says the same layer by layer
+        added.pop("global_head_dim", None)
     if name == "mimo_v2_flash" and raw.get("swa_num_key_value_heads") is None:
         # The reference class doubles the KV heads of sliding layers; only the published config spells it out.
         heads = raw.get("num_key_value_heads")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvtier.errors import ModelConfigError
 from kvtier.model.sizing.fields import MAX_HEADS, Fields, checked_count, shown
 
@@ -80,7 +78,7 @@ def _shared_heads(fields: Fields) -> int | None:
     if fields.value("multi_query_attention") is not None:  # ChatGLM
         groups = fields.maybe_count("multi_query_group_num", at_most=MAX_HEADS)
         return groups if fields.flag("multi_query_attention") else None
-    if isinstance(fields.value("attn_config"), Mapping):  # DBRX, MPT
+    if fields.active("attn_config"):  # DBRX, MPT
         nested = fields.section("attn_config")
         inner = nested.maybe_count(*KV_HEADS, at_most=MAX_HEADS)
         kind = nested.text("attn_type")

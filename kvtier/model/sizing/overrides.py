@@ -15,7 +15,7 @@ _BLOCK_FIELDS = frozenset(["n_heads_in_group", "num_key_value_heads", "no_op", "
 def layer_overrides(fields: Fields, layers: int) -> dict[int, dict[str, object]]:
     """Field values each layer replaces, from `per_layer_config` (transformers) or `block_configs` (Nemotron-NAS)."""
     found: dict[int, dict[str, object]] = {}
-    if isinstance(fields.value("per_layer_config"), Mapping):
+    if fields.active("per_layer_config"):
         for key, values in fields.section("per_layer_config").raw_items():
             name = fields.name(f"per_layer_config.{key}")
             if not key.isdigit() or int(key) >= layers:

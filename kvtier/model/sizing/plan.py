@@ -68,7 +68,7 @@ def _excuse_unused(fields: Fields, roles: list[str]) -> None:
     fields.excuse(_WEAKER)
     kinds = set(roles)
     if kinds <= {RECURRENT, NOTHING}:
-        fields.excuse((*QUERY_HEADS, *KV_HEADS, *HEAD_WIDTH))
+        fields.excuse((*QUERY_HEADS, *KV_HEADS, *HEAD_WIDTH, "v_head_dim"))
     if not kinds & {INDEXED, SPARSE} and not fields.active("kv_lora_rank"):
         fields.excuse(("index_head_dim",))
     slides = bool(kinds & {SLIDING, HYBRID_SLIDING})
@@ -157,7 +157,7 @@ def _from_numbers(
 
 def _from_kimi(fields: Fields) -> list[str] | None:
     """Kimi: lists of layer numbers that start at 1; together they must name every layer once."""
-    if not isinstance(fields.value("linear_attn_config"), Mapping):
+    if not fields.active("linear_attn_config"):
         return None
     inner = fields.section("linear_attn_config")
     layers = layer_count(fields)
@@ -246,7 +246,7 @@ def _without_windows(fields: Fields) -> list[str] | None:
 
 def _from_sparse_section(fields: Fields) -> list[str] | None:
     """MiniMax-M3: one flag a layer for attention to blocks that an indexer picks."""
-    if not isinstance(fields.value("sparse_attention_config"), Mapping):
+    if not fields.active("sparse_attention_config"):
         return None
     inner = fields.section("sparse_attention_config")
     if not inner.active("sparse_attention_freq"):

@@ -16,6 +16,8 @@ from kvtier.model.sizing.cache import CacheSpec
 from kvtier.model.sizing.deployment import Deployment
 from kvtier.model.sizing.spec import ModelSpec
 
+MIXED = "uniform"  # vLLM's UniformTypeKVCacheSpecs: one block table, pages of different sizes; page_bytes is their mean
+
 
 class GroupBlock(msgspec.Struct, frozen=True, kw_only=True):
     """One block of one KV-cache group: layers whose caches are alike.
@@ -74,15 +76,16 @@ def reconcile(
     unsized: list[str] = []
     for group in groups:
         sized = msgspec.structs.replace(deployment, block_tokens=group.block_tokens)
+        members = [(name, _layer_number(name, len(spec.layers))) for name in group.layers]
+        own = [(name, index) for name, index in members if index is not None and index in pending]
+        unsized += [name for name, index in members if index is None or index not in pending]
+        if group.kind == MIXED:
+            blocks += _take_mixed(pending, group, own, sized)
+            continue
         matched: dict[CacheSpec, list[int]] = {}
-        for name in group.layers:
-            index = _layer_number(name, len(spec.layers))
-            if index is None or index not in pending:
-                unsized.append(name)
-                continue
+        for name, index in own:
             used = (content_bytes or {}).get(name, group.page_bytes)
-            cache = _take(pending[index], used, sized, name)
-            matched.setdefault(cache, []).append(index)
+            matched.setdefault(_take(pending[index], used, sized, name), []).append(index)
         blocks += [_block(cache, indices, sized, group.page_bytes) for cache, indices in matched.items()]
     _check_complete(spec, pending, layers)
     return Reconciled(blocks=tuple(blocks), unsized=tuple(unsized))
@@ -99,6 +102,24 @@ def _take(caches: list[CacheSpec], engine_bytes: int, deployment: Deployment, na
         f"layer {name}: the engine's page is {engine_bytes} B for {deployment.block_tokens} tokens, "
         f"the config says {ours}"
     )
+
+
+def _take_mixed(
+    pending: dict[int, list[CacheSpec]], group: GroupLayout, own: Sequence[tuple[str, int]], deployment: Deployment
+) -> list[GroupBlock]:
+    """A group whose pages differ: everything its layers keep, compared as a whole."""
+    matched: dict[CacheSpec, list[int]] = {}
+    for index in dict.fromkeys(index for _, index in own):
+        for cache in pending[index]:
+            matched.setdefault(cache, []).append(index)
+        pending[index] = []
+    ours = sum(_page(cache, deployment) * len(indices) for cache, indices in matched.items())
+    if ours // len(group.layers) != group.page_bytes:
+        raise EngineMismatchError(
+            f"the group of layer {group.layers[0]}: the engine's pages are {group.page_bytes} B on average for "
+            f"{deployment.block_tokens} tokens, the config says {ours // len(group.layers)} B"
+        )
+    return [_block(cache, indices, deployment) for cache, indices in matched.items()]
 
 
 def _check_complete(spec: ModelSpec, pending: Mapping[int, list[CacheSpec]], layers: Iterable[int] | None) -> None:

@@ -6,7 +6,7 @@ of the recurrence's state, it is the one that transformers keeps: fp32, except f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
@@ -104,7 +104,7 @@ def _delta_net(fields: Fields) -> tuple[StateTensor, ...]:
 
 def _kimi_delta(fields: Fields) -> tuple[StateTensor, ...]:
     """Kimi Delta Attention: as many key as value heads, in a section of the config or in flat fields."""
-    if isinstance(fields.value("linear_attn_config"), Mapping):
+    if fields.active("linear_attn_config"):
         inner = fields.section("linear_attn_config")
         heads, width = inner.count("num_heads", at_most=MAX_HEADS), inner.count("head_dim")
         kernel = inner.count("short_conv_kernel_size")

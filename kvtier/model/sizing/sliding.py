@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from kvtier.model.sizing.cache import CacheSpec, HeadsCache
@@ -48,7 +47,7 @@ def read(fields: Fields, index: int) -> tuple[CacheSpec, ...]:
 
 def _step_heads(fields: Fields) -> int | None:
     """Step 3.5 describes its sliding layers in a section of their own."""
-    if not isinstance(fields.value("attention_other_setting"), Mapping):
+    if not fields.active("attention_other_setting"):
         return None
     other = fields.section("attention_other_setting")
     other.excuse(("attention_type", "num_attention_heads", "head_dim", "true_head_dim"))
