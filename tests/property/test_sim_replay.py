@@ -52,6 +52,23 @@ def test_within_capacity_leaf_first_and_never_above_the_bound(
 
 
 @pytest.mark.parametrize("policy", ONLINE)
+@settings(max_examples=20)
+@given(prompts=prompts, capacity=capacities, data=st.data())
+def test_one_call_names_as_many_victims_as_asked_for(
+    policy: str, prompts: list[list[int]], capacity: int, data: st.DataObject
+) -> None:
+    run = Replay(online_policy(policy), capacity)
+    for each in stream(prompts):
+        run.step(each)
+    held = run.tier.resident_rows
+    rows = data.draw(st.integers(1, held))
+    for victim in run.policy.victims(rows, run.clock.now()):
+        run.tier.evict(victim.segment, victim.keep)  # raises unless leaf-first
+    assert held - run.tier.resident_rows >= rows
+    run.tier.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ONLINE)
 @settings(max_examples=10)
 @given(prompts=prompts)
 def test_a_tier_with_room_for_all_hits_all_that_was_seen(policy: str, prompts: list[list[int]]) -> None:

@@ -92,3 +92,15 @@ def test_four_million_block_accesses_replay_in_seconds(traces: Path) -> None:
     begin = time.process_time()
     replay(requests, online_policy("lru"), 1024)
     assert time.process_time() - begin < 10.0
+
+
+@pytest.mark.parametrize("name", [CHAT, SYNTHETIC])
+@pytest.mark.parametrize(("policy", "tolerance"), [("LRU", 1e-9), ("Belady", 0.003), ("ARC", 0.005), ("S3FIFO", 0.005)])
+def test_recorded_prompts_agree_with_libcachesim(traces: Path, name: str, policy: str, tolerance: float) -> None:
+    # ARC and S3-FIFO run by segment and leaf-first here, by block there; they need not agree to the last digit.
+    pytest.importorskip("libcachesim")
+    from tests.sim.test_replay_libcachesim import textbook_hit_rate
+
+    trace = experiment(traces / name)
+    theirs = textbook_hit_rate(policy, trace.requests, 4096)
+    assert trace.result(policy.lower(), 4096).hit_rate == pytest.approx(theirs, abs=tolerance)

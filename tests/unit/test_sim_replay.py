@@ -10,14 +10,14 @@ from kvtier.errors import IntegrityError
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.place.policy import TierView, Victim
 from kvtier.sim.compiled import NEVER, CompiledTrace
-from kvtier.sim.experiment import RIVALS, known_policies, online_policy
+from kvtier.sim.experiment import RIVALS, Experiment, known_policies, online_policy
 from kvtier.sim.lru_curve import LRUCurve
 from kvtier.sim.replay import Replay, replay
-from kvtier.sim.rivals import Belady
+from kvtier.sim.rivals import AgedLFU, Belady
 from kvtier.sim.rivals.leafwise import LeafwisePolicy
 from kvtier.sim.tier import SimTier
 from kvtier.sim.traces.chains import pack
-from kvtier.sim.traces.records import TRACE_KEY_BYTES
+from kvtier.sim.traces.records import TRACE_KEY_BYTES, TraceRequest
 from tests.sim.streams import request, stream
 
 lru = online_policy("lru")
@@ -203,6 +203,35 @@ class TestHindsight:
     def test_lru_curve_of_nothing(self) -> None:
         curve = LRUCurve(CompiledTrace([]))
         assert (curve.best_hit_blocks, curve.hit_rate(5)) == (0, 0.0)
+
+
+def test_aged_lfu_lets_go_of_what_was_popular() -> None:
+    once_popular = [[1]] * 5 + [[n] for n in range(2, 5)]
+    later = [[100 + n // 2] for n in range(12)]  # each twice in a row
+    run = Replay(AgedLFU, 1)
+    hits = [run.step(each) for each in stream(once_popular + later)]
+    # Without ageing block 1 would stay for good, and every newcomer would be declined.
+    assert hits[:8] == [0, 1, 1, 1, 1, 0, 0, 0]
+    assert sum(hits[8:]) > 0
+
+
+class Silence:
+    """A source of requests that do not depend on a seed."""
+
+    name = "silence"
+    seeded = False
+
+    def __init__(self, strangers: int) -> None:
+        self._prompts = [[1], [2], [1], *([n] for n in range(10, 10 + strangers))]
+
+    def requests(self, seed: int = 1) -> list[TraceRequest]:
+        return stream(self._prompts)
+
+
+def test_a_gap_under_half_a_point_is_no_yardstick() -> None:
+    # Belady hits once, LRU never: of 103 accesses that is a point, of 303 a third of one.
+    assert Experiment(Silence(100), 1).row("belady", 1, 1).gap_share == 1.0
+    assert Experiment(Silence(300), 1).row("belady", 1, 1).gap_share is None
 
 
 def test_every_rival_and_production_policy_is_known() -> None:
