@@ -79,11 +79,13 @@ class WorthPolicy:
         def key_of(i: int) -> Key:
             return (float(shadow.extent(i) >= self._residency.extent(i)), *self._sample.key_of(i, now))
 
+        def at_first(segment: Segment) -> int:
+            kept = shadow.extent(segment.id)
+            return kept if kept < self._residency.extent(segment.id) else 0
+
         leaves = self._residency.leaves
         outside = leaves[shadow.extents(leaves) < self._residency.extents(leaves)]
-        return draw_victims(
-            self._view, self._residency, self._in_order(outside, now), key_of, rows, lambda s: shadow.extent(s.id)
-        )
+        return draw_victims(self._view, self._residency, self._in_order(outside, now), key_of, rows, at_first)
 
     def _in_order(self, outside: npt.NDArray[np.int32], now: float) -> Iterator[tuple[Key, int]]:
         if len(outside) == 1:

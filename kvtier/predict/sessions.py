@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import IntegrityError
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.predict.subjects import NOTHING_KNOWN, SubjectKind, Subjects
 
@@ -44,7 +45,6 @@ class Arrival:
 
     visit: int
     serial: int
-    end: int  # blocks of its path accounted for
     gap_s: float  # since the visit it continues, negative if it continues none
     new_blocks: int
     branched: bool  # a new branch below known segments
@@ -68,6 +68,7 @@ class Sessions:
     """State by segment, and the rules above. A TreeListener; one writer."""
 
     def __init__(self, tree: PrefixTree, subjects: Subjects, events: SubjectEvents, now: float) -> None:
+        self._tree = tree
         self._subjects = subjects
         self._events = events
         n = max(64, tree.id_limit)
@@ -126,29 +127,52 @@ class Sessions:
         self._end_at(path[-1], visit)
         runs = self._touch(path, visit, now)
         branched = before == _NONE and known > 0
-        return Arrival(visit, subjects.serial[visit], path[-1].stop, gap_s, new_blocks, branched, tool, runs)
+        return Arrival(visit, subjects.serial[visit], gap_s, new_blocks, branched, tool, runs)
 
     def grow(self, arrival: Arrival, path: Sequence[Segment], now: float) -> None:
         """The path of a running visit became longer: its output is in the tree."""
         visit, subjects = arrival.visit, self._subjects
-        if path[-1].stop <= arrival.end:
+        end = subjects.end[visit]
+        if path[-1].stop <= end:
             return
-        added = [segment for segment in path if segment.stop > arrival.end]
-        for segment in path:
-            if self._ends[segment.id] == visit:
-                self._ends[segment.id] = _NONE
-        if added[0].depth < arrival.end:  # the leaf it ended at grew in place
+        added = [segment for segment in path if segment.stop > end]
+        self._ends[subjects.end_segment[visit]] = _NONE
+        if added[0].depth < end:  # the leaf it ended at grew in place
             self._seen[added[0].id] = added[0].length
             added = added[1:]
         for segment in added:
             self._count[segment.id] += 1
-        subjects.end[visit] = arrival.end = path[-1].stop
+        subjects.end[visit] = path[-1].stop
         self._end_at(path[-1], visit)
         arrival.runs += self._touch(added, visit, now)
 
     def is_current(self, subject: int, serial: int) -> bool:
         """The subject with this id is still the one it was."""
         return self._subjects.serial[subject] == serial and self._subjects.kind[subject] != SubjectKind.FREE
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if owners, ends and counts disagree with the live subjects. A full traversal."""
+        subjects, live = self._subjects, (SubjectKind.VISIT, SubjectKind.TAIL)
+        covered: dict[int, int] = {}
+        ended: set[int] = set()
+        for segment in self._tree.segments():
+            owner, visit = int(self.owner[segment.id]), self._ends[segment.id]
+            if subjects.kind[owner] == SubjectKind.FREE:
+                raise IntegrityError(f"{segment!r} belongs to subject {owner}, which was freed")
+            if visit == _NONE:
+                continue
+            if subjects.kind[visit] not in live or visit in ended:
+                raise IntegrityError(f"the visit {visit} that ends at {segment!r} is not alive or ends twice")
+            ended.add(visit)
+            node = segment
+            while node.parent is not None and node.depth >= subjects.top[visit]:
+                covered[node.id] = covered.get(node.id, 0) + 1
+                node = node.parent
+        for segment in self._tree.segments():
+            if self._count[segment.id] != covered.get(segment.id, 0):
+                raise IntegrityError(f"{segment!r} counts {self._count[segment.id]} visits")
+        if len(ended) != sum(kind in live for kind in subjects.kind):
+            raise IntegrityError(f"{len(ended)} visits end somewhere, others are left over")
 
     def on_create(self, segment: Segment) -> None:
         self._reset(segment.id)
@@ -164,6 +188,12 @@ class Sessions:
         self.owner[h] = self.owner[t]
         seen = self._seen[t]
         self._seen[h], self._seen[t] = min(seen, head.length), max(0, seen - head.length)
+        if seen <= head.length:  # the leaf had grown by blocks that no request has passed through yet
+            visit = self._ends[t]
+            self._reset(t)
+            self._ends[h] = visit
+            if visit != _NONE:
+                self._subjects.end_segment[visit] = h
 
     def on_truncate(self, segment: Segment, old_length: int) -> None:
         self._seen[segment.id] = min(self._seen[segment.id], segment.length)
@@ -175,7 +205,7 @@ class Sessions:
         subjects, parent = self._subjects, segment.parent
         visit, owner = self._ends[segment.id], int(self.owner[segment.id])
         if visit != _NONE:
-            if parent is not None and int(self.owner[parent.id]) == visit:
+            if parent is not None and self._owns_above(segment, visit):
                 subjects.end[visit] = segment.depth
                 self._end_at(parent, visit)
             else:
@@ -206,25 +236,25 @@ class Sessions:
     def _leave_behind(self, before: int, last: Segment, now: float) -> None:
         """What `before` covered below `last` becomes an abandoned tail."""
         subjects, owner = self._subjects, self.owner
-        left = [child for child in last.children.values() if owner[child.id] == before]
-        if not left:
+        if subjects.end[before] <= last.stop:
             return
+        node = self._tree.segment(subjects.end_segment[before])
         tail = subjects.new(SubjectKind.TAIL, now, last.stop, subjects.end[before])
         subjects.turn[tail], subjects.birth_s[tail] = subjects.turn[before], subjects.birth_s[before]
         subjects.ewma_log_gap[tail] = subjects.ewma_log_gap[before]
         self._events.left_behind(tail)
-        while left:
-            segment = left.pop()
-            owner[segment.id] = tail
-            if self._ends[segment.id] == before:
-                self._ends[segment.id] = tail
-            left.extend(child for child in segment.children.values() if owner[child.id] == before)
+        self._end_at(node, tail, instead_of=before)
+        while node is not last and node.parent is not None:
+            if owner[node.id] == before:
+                owner[node.id] = tail
+            node = node.parent
 
-    def _end_at(self, last: Segment, visit: int) -> None:
+    def _end_at(self, last: Segment, visit: int, instead_of: int = _NONE) -> None:
         """`visit` ends at `last`; another live visit that ended there can no longer be told from it."""
         other = self._ends[last.id]
         self._ends[last.id] = visit
-        if other not in (_NONE, visit):
+        self._subjects.end_segment[visit] = last.id
+        if other not in (_NONE, visit, instead_of):
             self._forget(other, last)
 
     def _forget(self, visit: int, last: Segment) -> None:
@@ -232,8 +262,19 @@ class Sessions:
         top, node = self._subjects.top[visit], last
         while node.parent is not None and node.depth >= top:
             self._count[node.id] -= 1
+            if int(self.owner[node.id]) == visit:
+                self.owner[node.id] = NOTHING_KNOWN
             node = node.parent
         self._subjects.free(visit)
+
+    def _owns_above(self, segment: Segment, visit: int) -> bool:
+        """Some segment above is the visit's alone."""
+        top, node = self._subjects.top[visit], segment.parent
+        while node is not None and node.parent is not None and node.depth >= top:
+            if int(self.owner[node.id]) == visit:
+                return True
+            node = node.parent
+        return False
 
     def _touch(self, path: Sequence[Segment], visit: int, now: float) -> list[RunTouch]:
         """Settle the shared runs touched, form the new ones, and make `visit` the owner of the rest of the path."""

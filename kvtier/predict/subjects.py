@@ -50,6 +50,7 @@ class Subjects:
         # The stretch of blocks a subject covers, as depths: [top, end).
         self.top = array("i", bytes(4 * n))
         self.end = array("i", bytes(4 * n))
+        self.end_segment = array("i", bytes(4 * n))  # of visits and tails: the segment their path ends with
         self.turn = array("i", bytes(4 * n))
         self.tool = array("i", bytes(4 * n))
         self.ewma_log_gap = array("d", bytes(8 * n))
@@ -64,7 +65,17 @@ class Subjects:
     def nbytes(self) -> int:
         """Bytes held by all columns."""
         columns = (self.running, self.since_s, self.due_s, self.rows, self.bucket, self.curve_bucket)
-        lists = (self.kind, self.serial, self.top, self.end, self.turn, self.tool, self.ewma_log_gap, self.birth_s)
+        lists = (
+            self.kind,
+            self.serial,
+            self.top,
+            self.end,
+            self.end_segment,
+            self.turn,
+            self.tool,
+            self.ewma_log_gap,
+            self.birth_s,
+        )
         return (
             sum(column.nbytes for column in columns)
             + self.worth_start.nbytes
@@ -122,7 +133,7 @@ class Subjects:
         self.due_s = np.concatenate([self.due_s, np.full(extra, np.inf)])
         self.curve_bucket = np.concatenate([self.curve_bucket, np.full(extra, -1, np.int8)])
         self.rows = np.concatenate([self.rows, empty_rows(extra)])
-        for column in (self.kind, self.serial, self.top, self.end, self.turn, self.tool):
+        for column in (self.kind, self.serial, self.top, self.end, self.end_segment, self.turn, self.tool):
             column.frombytes(bytes(column.itemsize * extra))
         for doubles in (self.ewma_log_gap, self.birth_s):
             doubles.frombytes(bytes(8 * extra))
