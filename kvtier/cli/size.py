@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.errors import ConfigError, ModelConfigError
+from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,8 +112,8 @@ def _size_one(
     try:
         spec = spec_from_config(config, state_dtype=state_dtype, source_tokens=source_len)
         return size_model(name, spec, deployment, seq_len=seq_len, rank_budget_bytes=budget, with_mtp=mtp)
-    except ModelConfigError as error:
-        raise ModelConfigError(f"{source}: {error}") from error
+    except ConfigError as error:
+        raise type(error)(f"{source}: {error}") from error
 
 
 def _print_json(items: list[ModelSize]) -> None:

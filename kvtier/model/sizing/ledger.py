@@ -69,8 +69,8 @@ class Ledger:
         return max(self._token_bytes(stage, self.deployment.attention_tp) for stage in self._stages)
 
     def bytes_per_block(self) -> int:
-        """One block of tokens in every layer that stores tokens: a whole copy, as pages."""
-        return sum(self.page_bytes(cache, tp=1) for cache in self._caches)
+        """One block of tokens in every layer that stores tokens (not an encoder's): a whole copy, as pages."""
+        return sum(self.page_bytes(cache, tp=1) for cache in self._caches if cache.kind != "cross")
 
     def page_bytes(self, cache: CacheSpec, tp: int) -> int:
         """One block of one layer's cache on one of `tp` ranks."""
