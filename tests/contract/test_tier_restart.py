@@ -46,9 +46,16 @@ class Restarts(RuleBasedStateMachine):
         if ours is not None and theirs is not None:
             self.reserved += zip(ours.tolist(), theirs.tolist(), strict=True)
 
+    @rule(n=st.integers(1, 8), group=st.integers(0, 2))
+    def store(self, n: int, group: int) -> None:
+        self.reserve(n)
+        self.write_first(min(n, len(self.reserved)), group)
+
     @rule(data=st.data(), group=st.integers(0, 2))
     def write(self, data: st.DataObject, group: int) -> None:
-        n = data.draw(st.integers(0, len(self.reserved)))
+        self.write_first(data.draw(st.integers(0, len(self.reserved))), group)
+
+    def write_first(self, n: int, group: int) -> None:
         self.chains += 1
         rows = chain_rows(n, self.chains, group)
         pairs, self.reserved = self.reserved[:n], self.reserved[n:]
@@ -78,7 +85,7 @@ class Restarts(RuleBasedStateMachine):
         pool = [(a, b) for a, b, _ in self.written] + self.reserved
         if not pool:
             return
-        going = data.draw(st.lists(st.sampled_from(pool), unique=True, max_size=20))
+        going = data.draw(st.lists(st.sampled_from(pool), unique=True, min_size=1, max_size=20))
         for tier, slots in self.both(going):
             tier.release(slots)
         self.written = [item for item in self.written if item[:2] not in going]

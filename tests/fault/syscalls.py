@@ -109,11 +109,11 @@ def _head(buffers: Sequence[memoryview], n_bytes: int) -> list[memoryview]:
 
 
 class LosingSyscalls(StepSyscalls):
-    """A machine whose power fails: what was written since the last sync of a file may be lost, block by block."""
+    """A machine whose power fails: a `share` of the blocks written since the last sync of their file is lost."""
 
-    def __init__(self, *arguments: Any, draw: random.Random) -> None:
+    def __init__(self, *arguments: Any, draw: random.Random, share: float = 0.4) -> None:
         super().__init__(*arguments)
-        self._draw = draw
+        self._draw, self._share = draw, share
         self._paths: dict[int, str] = {}
         self._unsynced: dict[int, list[tuple[int, bytes]]] = {}
 
@@ -137,7 +137,7 @@ class LosingSyscalls(StepSyscalls):
             fd = os.open(entry.path, os.O_RDWR)
             for offset, before in reversed(undo):
                 for start in range(0, len(before), 4096):
-                    if self._draw.random() < 0.4:
+                    if self._draw.random() < self._share:
                         os.pwrite(fd, before[start : start + 4096], offset + start)
             os.close(fd)
 

@@ -250,3 +250,49 @@ def test_the_power_fails_at_every_call(tmp_path: Path, step_names: list[str], se
         assert verify(tier, again) == [RowStatus.OK] * min(3, free)
         tier.close()
     assert 0 < kept < promised
+
+
+def test_the_power_fails_right_after_a_restart(tmp_path: Path) -> None:
+    """Opening rewrites the journal; what an orderly shutdown made durable stays so at every moment of it."""
+    names: list[str] = []
+    for step in range(100):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        tier, ledger = open_tier(folder, StepSyscalls(folder, CAP)), Ledger()
+        write(tier, ledger, chain_rows(7))
+        tier.close()
+        syscalls = LosingSyscalls(folder, CAP, at(step, PowerCut), draw=random.Random(0), share=1.0)
+        try:
+            tier = open_tier(folder, syscalls)
+            names = syscalls.names
+        except PowerCut:
+            pass
+        syscalls.kill()
+        syscalls.lose()
+        tier, found = recovered(folder)
+        assert found == ledger.held, step
+        tier.close()
+        if names:
+            break
+    assert names.count("pwritev") >= 2
+    assert "rename" in names
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_a_smaller_cap_holds_before_anything_is_written(tmp_path: Path, share: float) -> None:
+    """Shrinking: from the first write on, the old and the new journal and the slab together fit the new cap."""
+    tier, ledger = open_tier(tmp_path, StepSyscalls(tmp_path, CAP)), Ledger()
+    write(tier, ledger, chain_rows(tier.stats().capacity_rows))
+    tier.close()
+    smaller = int(CAP * share)
+    syscalls = StepSyscalls(tmp_path, CAP)
+
+    def watch(step: int, name: str) -> None:
+        if name == "pwritev" and syscalls.cap_bytes != smaller:
+            syscalls.cap_bytes, syscalls.most_bytes = smaller, 0
+
+    syscalls.at = watch
+    tier = NvmeTier(str(tmp_path), b"\5" * 32, "layout", ROW_BYTES, smaller, syscalls=syscalls)
+    assert syscalls.cap_bytes == smaller
+    assert 0 < len(tier.recover()) < len(ledger.held)
+    tier.close()
