@@ -8,7 +8,9 @@ KVTierError
 ├── TierError              a tier could not do what was asked; becomes a counted miss, never reaches the engine
 │   ├── TierFullError      no room within the cap
 │   ├── TierIOError        the medium failed (errno kept)
-│   └── TierClosedError    the tier has been closed or detached
+│   ├── TierClosedError    the tier has been closed or detached
+│   ├── ForeignBlockError  encoded bytes of another model, codec or bits map
+│   └── NotEncodableError  a codec cannot write these bytes down (not finite, or no room)
 ├── CorruptBlockError      bytes do not match their header or checksum
 ├── IntegrityError         an internal invariant is broken (raised by check_integrity and by double release)
 └── LeaseError             a lease was released twice or used after release
@@ -59,6 +61,18 @@ class TierClosedError(TierError):
     """The tier has been closed or detached."""
 
     reason = "closed"
+
+
+class ForeignBlockError(TierError):
+    """Encoded bytes belong to another model, codec, bits map or row form; never decoded, always a miss."""
+
+    reason = "foreign"
+
+
+class NotEncodableError(TierError):
+    """A codec cannot write these bytes down: they are not finite, or do not fit the room given."""
+
+    reason = "not_encodable"
 
 
 class CorruptBlockError(TierError):

@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.codec.form import RowForm
+from kvtier.codec.registry import CodecChoice, build_codec
 from kvtier.errors import IntegrityError
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.rows import chain_rows, payload_of, read_back, soiled_buffers, store_rows
+from kvtier.tiers.codec_tier import CodecTier, encoded_row_bytes
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier
@@ -26,7 +29,24 @@ def _nvme(folder: Path, row_bytes: int, **tuning: int | bool) -> NvmeTier:
     return NvmeTier(str(folder), b"\7" * 32, "layout", row_bytes, 400_000 + 2 * CAPACITY * slot_bytes, **tuning)
 
 
-@pytest.fixture(params=["memory", "dram-own", "dram-shared", "dram-engine", "nvme", "nvme-buffered", "faulty"])
+def _encoded(name: str, row_bytes: int) -> CodecTier:
+    codec = build_codec(CodecChoice(name=name), RowForm(kind="opaque", opaque_bytes=row_bytes))
+    return CodecTier(MemoryTier(encoded_row_bytes(codec), CAPACITY), codec)
+
+
+@pytest.fixture(
+    params=[
+        "memory",
+        "dram-own",
+        "dram-shared",
+        "dram-engine",
+        "nvme",
+        "nvme-buffered",
+        "faulty",
+        "codec-raw",
+        "codec-zstd",
+    ]
+)
 def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTier]:
     """Builds a tier with at least CAPACITY slots, for a row size; closes what it built."""
     made: list[Tier] = []
@@ -44,6 +64,8 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTi
             "nvme": lambda: _nvme(tmp_path, row_bytes),
             "nvme-buffered": lambda: _nvme(tmp_path, row_bytes, direct=False, max_io_bytes=1 << 16),
             "faulty": lambda: FaultyTier(MemoryTier(row_bytes, CAPACITY)),
+            "codec-raw": lambda: _encoded("raw", row_bytes),
+            "codec-zstd": lambda: _encoded("zstd", row_bytes),
         }
         tier = kinds[request.param]()
         made.append(tier)

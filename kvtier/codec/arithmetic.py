@@ -1,0 +1,259 @@
+"""The arithmetic of the lossy codecs, in numpy: the reference, and what runs where torch is not installed.
+
+`TorchArithmetic` (torch_arithmetic.py) does the same, several times faster. Both take and give numpy arrays at the
+edges and float32 in between; `choose_arithmetic` picks one by probe. Units are [n, tokens, channels] throughout.
+All of it is pure and thread-safe; numpy and torch release the GIL in every loop over data.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.codec.form import Raw
+from kvtier.errors import ConfigError, NotEncodableError
+
+F16_MAX = 65_504.0
+F16_SLACK = 2.0**-10  # rounding to float16 moves a value by less than this share of it, or, near zero,
+F16_TINY = 2.0**-24  # by less than this
+FP8_MAX = 448.0
+
+# Which planes the bits of a code are stored in: (base, residual). The base alone is a coarser code of the same value.
+PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
+
+Bytes = npt.NDArray[np.uint8]
+Halfs = npt.NDArray[np.float16]
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint64]
+
+_PACK_UNITS = (
+    16  # units packed at a time: temporaries stay in the cache, and below what malloc would ask the kernel for
+)
+
+
+class Arithmetic(Protocol):
+    """What a codec computes. `values` are float32 arrays of the implementation's own kind ([n, tokens, channels])."""
+
+    name: str
+
+    def load(self, raw: Raw, dtype: str) -> Any:
+        """Raw words of any strides as contiguous float32."""
+        ...
+
+    def store(self, values: Any, raw: Raw, dtype: str) -> None:
+        """Round float32 to `dtype` (nearest even) into raw words of any strides."""
+        ...
+
+    def rotate(self, values: Any, cosine: Floats, sine: Floats, *, inverse: bool) -> Any:
+        """Rotary embedding over the halves of the first channels, or its inverse; tables are [tokens, rotated/2]."""
+        ...
+
+    def add(self, values: Any, offset: Floats, sign: int) -> Any:
+        """values + sign * offset, broadcast. May reuse `values`."""
+        ...
+
+    def hadamard(self, values: Any, size: int) -> Any:
+        """The orthonormal Walsh-Hadamard transform of every `size` channels (a power of two); its own inverse."""
+        ...
+
+    def quantise(self, values: Any, levels: Floats, *, per_channel: bool) -> tuple[Bytes, Halfs, Halfs]:
+        """Asymmetric codes in [0, levels[unit]], and per group a float16 scale and minimum.
+
+        Groups are the tokens of a channel or the channels of a token. Raises NotEncodableError if a value is not
+        finite.
+        """
+        ...
+
+    def dequantise(self, codes: Bytes, scales: Halfs, minima: Halfs, *, per_channel: bool) -> Any:
+        """codes * scale + minimum in float32."""
+        ...
+
+    def quantise_signed(self, values: Any, *, fp8: bool) -> tuple[Bytes, Halfs]:
+        """Symmetric int8 (or e4m3) codes per token, and a float16 scale a token."""
+        ...
+
+    def dequantise_signed(self, codes: Bytes, scales: Halfs, *, fp8: bool) -> Any:
+        """The inverse of quantise_signed, in float32."""
+        ...
+
+
+class NumpyArithmetic:
+    """The reference implementation; see `Arithmetic`."""
+
+    name = "numpy"
+
+    def load(self, raw: Raw, dtype: str) -> Floats:
+        if dtype == "bfloat16":
+            return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return np.ascontiguousarray(raw).view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
+
+    def store(self, values: Floats, raw: Raw, dtype: str) -> None:
+        if dtype == "bfloat16":
+            words = np.ascontiguousarray(values).view(np.uint32)
+            raw[...] = (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        elif dtype == "float16":
+            raw[...] = np.clip(values, -F16_MAX, F16_MAX).astype(np.float16).view(np.uint16)
+        else:
+            raw[...] = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+
+    def rotate(self, values: Floats, cosine: Floats, sine: Floats, *, inverse: bool) -> Floats:
+        half = cosine.shape[-1]
+        first, second, rest = values[..., :half], values[..., half : 2 * half], values[..., 2 * half :]
+        signed = -sine if inverse else sine
+        return np.concatenate([first * cosine - second * signed, second * cosine + first * signed, rest], axis=-1)
+
+    def add(self, values: Floats, offset: Floats, sign: int) -> Floats:
+        return values + np.float32(sign) * offset
+
+    def hadamard(self, values: Floats, size: int) -> Floats:
+        return (values.reshape(-1, size) @ hadamard_matrix(size)).reshape(values.shape)
+
+    def quantise(self, values: Floats, levels: Floats, *, per_channel: bool) -> tuple[Bytes, Halfs, Halfs]:
+        axis = 1 if per_channel else 2
+        low, high = values.min(axis=axis, keepdims=True), values.max(axis=axis, keepdims=True)
+        with np.errstate(over="ignore", invalid="ignore"):
+            minima = (low - np.abs(low) * np.float32(F16_SLACK) - np.float32(F16_TINY)).astype(np.float16)
+            share = (np.float32(1 + F16_SLACK) / levels).reshape(-1, 1, 1)
+            scales = ((high - minima.astype(np.float32)) * share + np.float32(F16_TINY)).astype(np.float16)
+        require_finite(minima, scales)
+        inverse = np.float32(1) / scales.astype(np.float32)
+        offset = -minima.astype(np.float32) * inverse
+        codes = np.rint(values * inverse + offset).astype(np.uint8)
+        return codes, scales.squeeze(axis), minima.squeeze(axis)
+
+    def dequantise(self, codes: Bytes, scales: Halfs, minima: Halfs, *, per_channel: bool) -> Floats:
+        axis = 1 if per_channel else 2
+        step, low = (np.expand_dims(x.astype(np.float32), axis) for x in (scales, minima))
+        return codes.astype(np.float32) * step + low
+
+    def quantise_signed(self, values: Floats, *, fp8: bool) -> tuple[Bytes, Halfs]:
+        peak = np.maximum(values.max(axis=2, keepdims=True), -values.min(axis=2, keepdims=True))
+        share = np.float32((1 + F16_SLACK) / (FP8_MAX if fp8 else 127.0))
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales = (peak * share + np.float32(F16_TINY)).astype(np.float16)
+        require_finite(scales)
+        scaled = values * (np.float32(1) / scales.astype(np.float32))
+        codes = _to_e4m3(scaled) if fp8 else np.rint(scaled).astype(np.int8).view(np.uint8)
+        return codes, scales.squeeze(2)
+
+    def dequantise_signed(self, codes: Bytes, scales: Halfs, *, fp8: bool) -> Floats:
+        plain = e4m3_values()[codes] if fp8 else codes.view(np.int8).astype(np.float32)
+        return plain * scales.astype(np.float32)[..., None]
+
+
+def pack(codes: Bytes, bits: int, base: Bytes, residual: Bytes) -> None:
+    """Split codes [n, tokens, channels] of `bits` into packed planes (flat, of the exact size).
+
+    Token t shares a byte with tokens t + T/k, t + 2T/k, ...: whole rows combine, eight bytes in one machine word.
+    """
+    high, low = PLANES[bits]
+    words = codes.reshape(len(codes), -1).view(np.uint64)
+    for start in range(0, len(words), _PACK_UNITS):
+        some = words[start : start + _PACK_UNITS]
+        _fold(some >> np.uint64(low) if low else some, high, _cut(base, words, high, start))
+        if low:
+            _fold(some, low, _cut(residual, words, low, start))
+
+
+def unpack(base: Bytes, residual: Bytes | None, bits: int, codes: Bytes) -> None:
+    """The inverse of pack, into `codes`; without a residual the low bits are zero."""
+    high, low = PLANES[bits]
+    words = codes.reshape(len(codes), -1).view(np.uint64)
+    for start in range(0, len(words), _PACK_UNITS):
+        some = words[start : start + _PACK_UNITS]
+        _unfold(_cut(base, words, high, start), high, some)
+        if low:
+            some <<= np.uint64(low)
+        if low and residual is not None:
+            rest = np.empty_like(some)
+            _unfold(_cut(residual, words, low, start), low, rest)
+            some |= rest
+
+
+def _cut(plane: Bytes, words: Words, width: int, start: int) -> Words:
+    """The words of a plane that belong to units [start, start + _PACK_UNITS)."""
+    length = words.shape[1] * width // 8
+    return plane.view(np.uint64).reshape(-1, length)[start : start + _PACK_UNITS]
+
+
+def _fold(words: Words, width: int, packed: Words) -> None:
+    shares, mask = 8 // width, _each_byte((1 << width) - 1)
+    length = packed.shape[1]
+    np.bitwise_and(words[:, :length], mask, out=packed)
+    for i in range(1, shares):
+        part = words[:, i * length : (i + 1) * length] & mask
+        part <<= np.uint64(i * width)
+        packed |= part
+
+
+def _unfold(packed: Words, width: int, words: Words) -> None:
+    shares, mask = 8 // width, _each_byte((1 << width) - 1)
+    length = packed.shape[1]
+    for i in range(shares):
+        part = words[:, i * length : (i + 1) * length]
+        np.right_shift(packed, np.uint64(i * width), out=part)
+        part &= mask
+
+
+def _each_byte(value: int) -> np.uint64:
+    return np.uint64(value * 0x0101_0101_0101_0101)
+
+
+def require_finite(*steps: Halfs) -> None:
+    """Raise NotEncodableError unless all are finite: minima and scales carry any NaN, infinity and float16 overflow."""
+    if not all(bool(np.isfinite(x).all()) for x in steps):
+        raise NotEncodableError("the row holds values that are not finite, or beyond float16's range")
+
+
+@lru_cache
+def hadamard_matrix(size: int) -> Floats:
+    """The orthonormal Hadamard matrix (Sylvester's order) of a power of two."""
+    if size & (size - 1):
+        raise ConfigError(f"a Hadamard rotation needs a power of two channels, not {size}")
+    matrix = np.ones((1, 1), dtype=np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.ascontiguousarray(matrix / np.float32(size) ** np.float32(0.5), dtype=np.float32)
+
+
+@lru_cache
+def e4m3_values() -> Floats:
+    """The 256 values of float8 e4m3fn, by code; NaN for 0x7F and 0xFF."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    size = np.where((exponent == 15) & (mantissa == 7), np.nan, size)
+    return np.where(codes >= 128, -size, size).astype(np.float32)
+
+
+def _to_e4m3(values: Floats) -> Bytes:
+    """Nearest e4m3 code, ties to even, saturating at 448."""
+    positive = e4m3_values()[:127]
+    size = np.minimum(np.abs(values), np.float32(FP8_MAX))
+    upper = np.searchsorted(positive, size).astype(np.int64)
+    lower = np.maximum(upper - 1, 0)
+    to_lower, to_upper = size - positive[lower], positive[upper] - size
+    use_lower = (to_lower < to_upper) | ((to_lower == to_upper) & (lower % 2 == 0))
+    code = np.where(use_lower, lower, upper).astype(np.uint8)
+    signs = np.where(np.signbit(values), np.uint8(128), np.uint8(0))
+    signed: Bytes = code | signs
+    return signed
+
+
+def choose_arithmetic(name: str = "auto") -> Arithmetic:
+    """The arithmetic by name: "numpy", "torch", or "auto": torch where it is installed.
+
+    Torch is imported on the first call only, never numba: that breaks an engine that has not started its workers.
+    Raises ConfigError for another name.
+    """
+    if name not in ("auto", "numpy", "torch"):
+        raise ConfigError(f"arithmetic {name!r} is not one of auto, numpy, torch")
+    if name == "numpy" or (name == "auto" and importlib.util.find_spec("torch") is None):
+        return NumpyArithmetic()
+    from kvtier.codec.torch_arithmetic import TorchArithmetic
+
+    return TorchArithmetic()

@@ -1,0 +1,250 @@
+"""Block quantisation: recipes D and M, and the KIVI form, over one engine.
+
+D: keys un-rotated and quantised per channel over groups of 64 tokens; values Hadamard-rotated and quantised per token.
+M: keys un-rotated, minus the model's mean key, Hadamard-rotated, per token: no token groups, for short blocks.
+Both keep the first four tokens of a prompt (attention sinks) apart, in int8 and outside every minimum and maximum,
+and take their bits from a map. KIVI (arXiv:2402.02750) is the same without rotation, sinks and map.
+
+D un-rotates relative to the block's first token: what remains is one fixed rotation of all keys of the block, which
+does not widen a channel's range. So D needs no absolute position and its blocks can be moved (`first_token` of
+decode). M needs the position to subtract the mean and leaves the mean out where it is not known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvtier.codec.arithmetic import PLANES, Arithmetic, Bytes, Floats, pack, unpack
+from kvtier.codec.bits_map import BitsMap, bits_digest
+from kvtier.codec.boxes import Box, boxes_of
+from kvtier.codec.checksum import checksum64
+from kvtier.codec.form import RowForm
+from kvtier.codec.header import HEADER_BYTES, POSITION_UNKNOWN, Header, checked_payload, read_header
+from kvtier.codec.planes import PayloadPlan, Sections, plan_payload
+from kvtier.codec.rope import rope_tables
+from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError
+
+FIRST_BLOCK = 1
+WITHOUT_MEAN = 2
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done to K and V before they are quantised. `key_group` is in tokens, None means per token."""
+
+    key_group: int | None = 64
+    value_group: int = 1 << 16
+    unrotate: bool = True
+    subtract_mean: bool = False
+    hadamard_keys: bool = False
+    hadamard_values: bool = True
+    sinks: int = 4
+    mixed_channels: int = 64
+
+
+RECIPE_D = Recipe()
+RECIPE_M = Recipe(key_group=None, subtract_mean=True, hadamard_keys=True)
+RECIPE_KIVI = Recipe(value_group=32, unrotate=False, hadamard_values=False, sinks=0)
+
+
+class BlockQuantCodec:
+    """A `RowCodec`; see the module docstring. `bits` is used for every block but the first of a prompt, `first_bits`
+    (fewer, so that the sinks fit the same row) for that one.
+
+    `inverse_frequencies` and `means` come from the model's calibration, whose digest is `calibration`.
+    """
+
+    lossless: bool = False
+
+    def __init__(
+        self,
+        name: str,
+        form: RowForm,
+        recipe: Recipe,
+        arithmetic: Arithmetic,
+        bits: BitsMap,
+        first_bits: BitsMap,
+        *,
+        inverse_frequencies: tuple[float, ...] = (),
+        means: Floats | None = None,
+        calibration: bytes = b"",
+    ) -> None:
+        if recipe.unrotate and not inverse_frequencies:
+            raise ConfigError(f"codec {name} un-rotates keys and needs the model's rotary frequencies")
+        if recipe.subtract_mean and means is None:
+            raise ConfigError(f"codec {name} subtracts mean keys and needs a calibration of the model")
+        if recipe.sinks >= form.tokens:
+            raise ConfigError(f"codec {name} keeps {recipe.sinks} first tokens whole; blocks have only {form.tokens}")
+        self.name, self.form, self.recipe = name, form, recipe
+        self._arithmetic = arithmetic
+        self._frequencies = inverse_frequencies
+        self._means = means
+        self._mixed = mixed_channels(form.head_dim, recipe.mixed_channels)
+        key_group, value_group = recipe.key_group, recipe.value_group
+        self.plan = plan_payload(form, bits, sinks=0, key_group=key_group, value_group=value_group)
+        self.first_plan = plan_payload(
+            form, first_bits, sinks=recipe.sinks, key_group=key_group, value_group=value_group
+        )
+        self._bits_digest = bits_digest(bits, first_bits)
+        described = msgspec.json.encode((name, form, recipe, inverse_frequencies))
+        self.parameters = hashlib.sha256(described + self._bits_digest + calibration).digest()[:16]
+        self.encoded_bytes = HEADER_BYTES + max(self.plan.payload_bytes, self.first_plan.payload_bytes)
+        self.base_bytes = HEADER_BYTES + max(self.plan.base_bytes, self.first_plan.base_bytes)
+
+    def encode(self, row: memoryview, target: memoryview, first_token: int | None = None) -> int:
+        """See RowCodec.encode."""
+        first = first_token == 0 and self.recipe.sinks > 0
+        blind = self.recipe.subtract_mean and first_token is None
+        plan = self.first_plan if first else self.plan
+        raw = self.form.numbers(row)
+        payload = target[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes]
+        sections = Sections(np.frombuffer(payload, dtype=np.uint8), plan, self.form)
+        codes = np.empty((self.form.units, self.form.tokens, self.form.head_dim), dtype=np.uint8)
+        for box in self._boxes():
+            values = self._arithmetic.load(box.cut(raw), self.form.dtype)
+            values = values.reshape(box.units, self.form.tokens, self.form.head_dim)
+            if first:
+                self._keep_sinks(values[:, : plan.sinks] * 1.0, box, sections)
+            values = self._forward(values, box, first_token, blind)
+            if first:
+                values[:, : plan.sinks] = values[:, plan.sinks : plan.sinks + 1]
+            self._quantise(values, box, plan, sections, codes)
+        for c in plan.classes:
+            mine = codes[c.start : c.start + c.count]
+            pack(mine, c.bits, sections.base(c), sections.residual(c))
+        position = POSITION_UNKNOWN if first_token is None else first_token
+        flags = FIRST_BLOCK * first | WITHOUT_MEAN * blind
+        checksum = checksum64(payload)
+        size = plan.payload_bytes
+        Header(self.name, flags, self.parameters, self._bits_digest, position, size, checksum, 0).pack_into(target)
+        return HEADER_BYTES + size
+
+    def decode(self, encoded: memoryview, row: memoryview, first_token: int | None = None) -> None:
+        """See RowCodec.decode."""
+        header, payload = checked_payload(encoded, self.name, self.parameters)
+        self._restore(header, payload, row, first_token, with_residual=True)
+
+    def decode_base(self, encoded: memoryview, row: memoryview, first_token: int | None = None) -> None:
+        """Restore a coarser row from the first `base_bytes` of an encoded row (the progressive form).
+
+        The header is checked, the payload's checksum cannot be: the caller vouches for the bytes. Raises as decode.
+        """
+        header = read_header(encoded, partial=True)
+        if header.codec != self.name or header.parameters != self.parameters:
+            raise ForeignBlockError(f"the row was encoded by {header.codec!r} with other parameters")
+        self._restore(header, encoded[HEADER_BYTES:], row, first_token, with_residual=False)
+
+    def _restore(
+        self, header: Header, payload: memoryview, row: memoryview, first_token: int | None, *, with_residual: bool
+    ) -> None:
+        first = bool(header.flags & FIRST_BLOCK)
+        plan = self.first_plan if first else self.plan
+        if header.payload_bytes != plan.payload_bytes:
+            raise CorruptBlockError(f"{self.name}: a payload of {header.payload_bytes} bytes, not {plan.payload_bytes}")
+        if len(payload) < (plan.payload_bytes if with_residual else plan.base_bytes):
+            raise CorruptBlockError(f"{self.name}: only {len(payload)} bytes of payload are there")
+        raw = self.form.numbers(row)
+        sections = Sections(np.frombuffer(payload, dtype=np.uint8), plan, self.form)
+        codes = np.empty((self.form.units, self.form.tokens, self.form.head_dim), dtype=np.uint8)
+        for c in plan.classes:
+            mine = codes[c.start : c.start + c.count]
+            unpack(sections.base(c), sections.residual(c) if with_residual else None, c.bits, mine)
+            if not with_residual and c.residual_bytes:
+                mine += np.uint8((1 << PLANES[c.bits][1]) // 2)
+        for box in self._boxes():
+            kept = self._kept_sinks(box, sections, header, first_token) if first else None
+            values = self._dequantise(box, plan, sections, codes)
+            values = self._backward(values, box, header, first_token)
+            if first:
+                values[:, : plan.sinks] = kept
+            cut = box.cut(raw)
+            self._arithmetic.store(values.reshape(cut.shape), cut, self.form.dtype)
+
+    def _keep_sinks(self, kept: Any, box: Box, sections: Sections) -> None:
+        codes, scales = self._arithmetic.quantise_signed(kept, fp8=False)
+        code_view, scale_view = box.cut(sections.sink_codes), box.cut(sections.sink_scales)
+        code_view[...] = codes.reshape(code_view.shape)
+        scale_view[...] = scales.reshape(scale_view.shape)
+
+    def _kept_sinks(self, box: Box, sections: Sections, header: Header, first_token: int | None) -> Any:
+        sinks = self.recipe.sinks
+        codes = box.cut(sections.sink_codes).reshape(box.units, sinks, self.form.head_dim)
+        scales = box.cut(sections.sink_scales).reshape(box.units, sinks)
+        kept = self._arithmetic.dequantise_signed(codes, scales, fp8=False)
+        shift = 0 if first_token is None else first_token - header.first_token
+        if shift and box.part == 0 and self._frequencies:
+            kept = self._arithmetic.rotate(kept, *rope_tables(self._frequencies, shift, 1), inverse=False)
+        return kept * 1.0  # out of the thread's buffers, which the rest of the row is about to use
+
+    def _forward(self, values: Any, box: Box, first_token: int | None, blind: bool) -> Any:
+        """From what the engine stores to what is quantised."""
+        recipe, arithmetic = self.recipe, self._arithmetic
+        if box.part == 1:
+            return arithmetic.hadamard(values, self._mixed) if recipe.hadamard_values else values
+        if recipe.unrotate:
+            origin = first_token if recipe.subtract_mean and first_token is not None else 0
+            tables = rope_tables(self._frequencies, origin, self.form.tokens)
+            values = arithmetic.rotate(values, *tables, inverse=True)
+        if recipe.subtract_mean and not blind:
+            values = arithmetic.add(values, self._mean_of(box), -1)
+        return arithmetic.hadamard(values, self._mixed) if recipe.hadamard_keys else values
+
+    def _backward(self, values: Any, box: Box, header: Header, first_token: int | None) -> Any:
+        """The inverse of _forward, for the position the row is wanted at."""
+        recipe, arithmetic = self.recipe, self._arithmetic
+        if box.part == 1:
+            return arithmetic.hadamard(values, self._mixed) if recipe.hadamard_values else values
+        if recipe.hadamard_keys:
+            values = arithmetic.hadamard(values, self._mixed)
+        if recipe.subtract_mean and not header.flags & WITHOUT_MEAN:
+            values = arithmetic.add(values, self._mean_of(box), 1)
+        known = header.first_token != POSITION_UNKNOWN
+        shift = first_token - header.first_token if known and first_token is not None else 0
+        if recipe.unrotate:
+            origin = header.first_token if recipe.subtract_mean and known else 0
+            tables = rope_tables(self._frequencies, origin + shift, self.form.tokens)
+            values = arithmetic.rotate(values, *tables, inverse=False)
+        return values
+
+    def _quantise(self, values: Any, box: Box, plan: PayloadPlan, sections: Sections, codes: Bytes) -> None:
+        per_channel = box.part == 0 and self.recipe.key_group is not None
+        grouped, levels = self._grouped(values, box, plan, per_channel), self._levels(box, plan, per_channel)
+        found, scales, minima = self._arithmetic.quantise(grouped, levels, per_channel=per_channel)
+        codes[plan.rank[box.unit_index]] = found.reshape(box.units, self.form.tokens, self.form.head_dim)
+        scale_view, minimum_view = sections.scales(box)
+        scale_view[...] = scales.reshape(scale_view.shape)
+        minimum_view[...] = minima.reshape(minimum_view.shape)
+
+    def _dequantise(self, box: Box, plan: PayloadPlan, sections: Sections, codes: Bytes) -> Any:
+        per_channel = box.part == 0 and self.recipe.key_group is not None
+        mine = self._grouped(codes[plan.rank[box.unit_index]], box, plan, per_channel)
+        scales, minima = (view.reshape(mine.shape[0], -1) for view in sections.scales(box))
+        values = self._arithmetic.dequantise(mine, scales, minima, per_channel=per_channel)
+        return values.reshape(box.units, self.form.tokens, self.form.head_dim)
+
+    def _grouped(self, values: Any, box: Box, plan: PayloadPlan, per_channel: bool) -> Any:
+        """[units, tokens, d] with the groups of tokens, or of channels, moved to where the arithmetic expects them."""
+        if per_channel:
+            return values.reshape(box.units * plan.key_groups, -1, self.form.head_dim)
+        groups = plan.value_groups if box.part == 1 else plan.key_groups
+        return values.reshape(box.units, self.form.tokens * groups, -1)
+
+    def _levels(self, box: Box, plan: PayloadPlan, per_channel: bool) -> Floats:
+        levels = plan.levels[box.unit_index]
+        return np.repeat(levels, plan.key_groups) if per_channel else levels
+
+    def _mean_of(self, box: Box) -> Floats:
+        assert self._means is not None
+        return self._means[box.layer : box.layer_end, box.head : box.head_end].reshape(box.units, 1, -1)
+
+    def _boxes(self) -> Iterator[Box]:
+        return boxes_of(self.form)
+
+
+def mixed_channels(head_dim: int, most: int) -> int:
+    """How many channels one Hadamard rotation mixes: the largest power of two that divides head_dim, up to `most`."""
+    return min(most, head_dim & -head_dim)

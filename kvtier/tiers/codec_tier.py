@@ -1,0 +1,225 @@
+"""A tier that keeps its rows encoded: fewer bytes on the medium, the same rows to whoever reads and writes.
+
+    codec = build_codec(CodecChoice(name="d4"), form, calibration)
+    inner = NvmeTier(path, key_space, layout_digest + codec_identity(codec), encoded_row_bytes(codec), cap_bytes)
+    tier = CodecTier(inner, codec)
+
+Encoding and decoding run in the thread that calls `write` or `read` (the mover's, never the engine's) and release the
+GIL. Slots are the inner tier's own. What was written by another codec, model or map is FOREIGN when read, a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvtier.codec.protocol import RowCodec
+from kvtier.codec.scratch import Scratch
+from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError, NotEncodableError
+from kvtier.tiers.arguments import check_arguments
+from kvtier.tiers.meter import Meter
+from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, Tier, TierProbe, TierStats
+
+FirstToken = Callable[[RowId], int | None]
+
+_BATCH_BYTES = 16 << 20  # of encoded rows held at once by one thread
+_PROBE_ROWS = 3
+
+
+def encoded_row_bytes(codecs: RowCodec | Mapping[int, RowCodec]) -> int:
+    """The `row_bytes` an inner tier needs for these codecs."""
+    found = codecs.values() if isinstance(codecs, Mapping) else [codecs]
+    return max(codec.encoded_bytes for codec in found)
+
+
+def codec_identity(codecs: RowCodec | Mapping[int, RowCodec]) -> str:
+    """Names and parameters of the codecs, for a durable inner tier's layout digest: other codec, other slab."""
+    found = codecs.items() if isinstance(codecs, Mapping) else [(0, codecs)]
+    return "".join(
+        f"|{group}:{codec.name}:{codec.parameters.hex()}" for group, codec in sorted(found, key=lambda x: x[0])
+    )
+
+
+def first_of_prompt(row: RowId) -> int | None:
+    """Position of a row's first token as far as its identity tells: 0 for the first block of a prompt."""
+    return None if row.parent else 0
+
+
+class CodecTier:
+    """A `Tier` around a `Tier`; see the module docstring.
+
+    `codecs` is one codec, or one for each KV-cache group. `first_token` tells the absolute position of a row's first
+    token; recipe M wants it, the others only need to know first blocks, which the default does.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        codecs: RowCodec | Mapping[int, RowCodec],
+        *,
+        row_bytes: int | None = None,
+        first_token: FirstToken = first_of_prompt,
+    ) -> None:
+        """`row_bytes` is the size of rows given and taken, by default that of the codecs' form; longer rows are allowed
+        (engines pad groups to one size), what lies beyond the form is not kept. Raises ConfigError if sizes clash."""
+        self._codecs = dict(codecs) if isinstance(codecs, Mapping) else None
+        self._codec = None if isinstance(codecs, Mapping) else codecs
+        every = list(codecs.values()) if isinstance(codecs, Mapping) else [codecs]
+        largest = max(codec.form.row_bytes for codec in every)
+        self.row_bytes = largest if row_bytes is None else row_bytes
+        if self.row_bytes < largest:
+            raise ConfigError(f"rows of {self.row_bytes} bytes are shorter than the codec's form of {largest}")
+        self.name = inner.name
+        self.lossless = all(codec.lossless for codec in every)
+        self.inner = inner
+        self._first_token = first_token
+        self._scratch = Scratch()
+        self._meter = Meter()
+        self._batch_rows = max(1, _BATCH_BYTES // inner.row_bytes)
+
+    def reserve(self, n: int) -> Slots | None:
+        """See Tier.reserve."""
+        return self.inner.reserve(n)
+
+    def release(self, slots: Slots) -> None:
+        """See Tier.release."""
+        self.inner.release(slots)
+
+    def recover(self) -> list[RecoveredRow]:
+        """See Tier.recover. Rows of another codec are among them and turn out FOREIGN when read."""
+        return self.inner.recover()
+
+    def close(self) -> None:
+        """See Tier.close."""
+        self.inner.close()
+
+    def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
+        """See Tier.write. A row the codec cannot write down (not finite, too large) is FULL and counted
+        `not_encodable`."""
+        check_arguments(slots, rows, sources, self.row_bytes)
+        started = time.perf_counter()
+        statuses: list[RowStatus] = []
+        for start in range(0, len(rows), self._batch_rows):
+            end = min(start + self._batch_rows, len(rows))
+            statuses += self._write_batch(slots[start:end], rows[start:end], sources[start:end])
+        done = sum(status is RowStatus.OK for status in statuses)
+        self._meter.moved(written_bytes=done * self.row_bytes, write_s=time.perf_counter() - started)
+        return statuses
+
+    def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
+        """See Tier.read."""
+        check_arguments(slots, rows, targets, self.row_bytes)
+        started = time.perf_counter()
+        statuses: list[RowStatus] = []
+        for start in range(0, len(rows), self._batch_rows):
+            end = min(start + self._batch_rows, len(rows))
+            statuses += self._read_batch(slots[start:end], rows[start:end], targets[start:end])
+        done = sum(status is RowStatus.OK for status in statuses)
+        self._meter.moved(read_bytes=done * self.row_bytes, read_s=time.perf_counter() - started)
+        return statuses
+
+    def probe(self) -> TierProbe:
+        """The inner tier's curve in bytes of whole rows, with the time the codec takes added."""
+        raw = self.inner.probe()
+        codec = self._codec_of(min(self._codecs)) if self._codecs is not None else self._codec_of(0)
+        encode_s, decode_s = codec_seconds(codec, _PROBE_ROWS)
+        read_s = self.inner.row_bytes / raw.read_bytes_per_s + decode_s
+        write_s = self.inner.row_bytes / raw.write_bytes_per_s + encode_s
+        return TierProbe(raw.read_latency_s, self.row_bytes / read_s, raw.write_latency_s, self.row_bytes / write_s)
+
+    def stats(self) -> TierStats:
+        """Sizes of the inner tier; bytes moved counted as whole rows; faults of both."""
+        inner = self.inner.stats()
+        own = self._meter.stats(
+            capacity_rows=inner.capacity_rows,
+            used_rows=inner.used_rows,
+            cap_bytes=inner.cap_bytes,
+            medium_bytes=inner.medium_bytes,
+        )
+        faults = dict(inner.faults)
+        for reason, count in own.faults.items():
+            faults[reason] = faults.get(reason, 0) + count
+        return TierStats(
+            own.capacity_rows, own.used_rows, own.cap_bytes, own.medium_bytes,
+            own.read_bytes, own.written_bytes, own.read_s, own.write_s, faults,
+        )  # fmt: skip
+
+    def _codec_of(self, group: int) -> RowCodec:
+        if self._codec is not None:
+            return self._codec
+        assert self._codecs is not None
+        return self._codecs[group]
+
+    def _buffers(self, n: int) -> list[memoryview]:
+        """Buffers of the inner tier's rows, each on a page, the calling thread's until its next batch."""
+        stride = -(-self.inner.row_bytes // 4096) * 4096
+        whole = self._scratch.bytes_of("rows", n * stride).data
+        return [whole[i * stride : i * stride + self.inner.row_bytes] for i in range(n)]
+
+    def _write_batch(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
+        statuses = [RowStatus.OK] * len(rows)
+        buffers = self._buffers(len(rows))
+        for i, (row, source) in enumerate(zip(rows, sources, strict=True)):
+            if self._codecs is not None and row.group not in self._codecs:
+                statuses[i] = RowStatus.FOREIGN
+                continue
+            codec = self._codec_of(row.group)
+            try:
+                size = codec.encode(source[: codec.form.row_bytes], buffers[i], self._first_token(row))
+            except NotEncodableError as error:
+                self._meter.fault(error.reason)
+                statuses[i] = RowStatus.FULL
+                continue
+            np.frombuffer(buffers[i], dtype=np.uint8)[size:] = 0
+        good = [i for i, status in enumerate(statuses) if status is RowStatus.OK]
+        if good:
+            written = self.inner.write(slots[good], [rows[i] for i in good], [buffers[i] for i in good])
+            for i, status in zip(good, written, strict=True):
+                statuses[i] = status
+        return statuses
+
+    def _read_batch(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
+        buffers = self._buffers(len(rows))
+        statuses = self.inner.read(slots, rows, buffers)
+        for i, (row, target) in enumerate(zip(rows, targets, strict=True)):
+            if statuses[i] is not RowStatus.OK:
+                continue
+            if self._codecs is not None and row.group not in self._codecs:
+                statuses[i] = RowStatus.FOREIGN
+                continue
+            codec = self._codec_of(row.group)
+            try:
+                codec.decode(buffers[i], target[: codec.form.row_bytes])
+            except ForeignBlockError as error:
+                self._meter.fault(error.reason)
+                statuses[i] = RowStatus.FOREIGN
+            except CorruptBlockError as error:
+                self._meter.fault(error.reason)
+                statuses[i] = RowStatus.CORRUPT
+        return statuses
+
+
+def codec_seconds(codec: RowCodec, repeats: int = 3) -> tuple[float, float]:
+    """Seconds to encode and to decode one row, the best of a few tries on made-up numbers."""
+    row = np.random.default_rng(0).integers(0, 256, codec.form.row_bytes, dtype=np.uint8)
+    if codec.form.kind != "opaque":
+        numbers = codec.form.numbers(row)
+        values = np.random.default_rng(1).standard_normal(numbers.shape, dtype=np.float32)
+        if codec.form.dtype == "bfloat16":
+            numbers[...] = values.view(np.uint32) >> np.uint32(16)
+        elif codec.form.dtype == "float16":
+            numbers[...] = values.astype(np.float16).view(np.uint16)
+        else:
+            numbers[...] = values.view(np.uint32)
+    target = memoryview(bytearray(codec.encoded_bytes))
+    best = [float("inf"), float("inf")]
+    for _ in range(repeats):
+        started = time.perf_counter()
+        codec.encode(row.data, target, 0)
+        encoded = time.perf_counter()
+        codec.decode(target, row.data)
+        ended = time.perf_counter()
+        best = [min(best[0], encoded - started), min(best[1], ended - encoded)]
+    return best[0], best[1]
