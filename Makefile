@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 ENVIRONMENT ?= vllm-0.32
+SGLANG ?= sglang-0.5
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -11,13 +12,16 @@ STEP := scripts/step
 CODE := $(wildcard kvtier connectors kernels tests benchmarks examples scripts)
 BENCH ?= $(filter-out __init__,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
 
-.PHONY: help env check test demo bench soak fmt lock clean
+.PHONY: help env env-sglang check test demo demo-sglang bench soak fmt lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: ## Build the pinned environment .venv (minutes once, then nothing)
 	@$(STEP) "environment $(ENVIRONMENT)" $(PYTHON) scripts/environment.py requirements/$(ENVIRONMENT).toml --venv $(VENV)
+
+env-sglang: ## Build the pinned environment .venv-sglang, with SGLang instead of vLLM
+	@$(STEP) "environment $(SGLANG)" $(PYTHON) scripts/environment.py requirements/$(SGLANG).toml --venv .venv-sglang
 
 check: env ## Lint, formatting, types and the direction of imports
 	@$(STEP) "ruff check" $(RUN) -m ruff check $(CODE)
@@ -25,11 +29,14 @@ check: env ## Lint, formatting, types and the direction of imports
 	@$(STEP) "mypy" $(RUN) -m mypy
 	@$(STEP) "import-linter" $(VENV)/bin/lint-imports --no-logo
 
-test: check ## Check and run the whole test suite (ARGS="-k nvme" narrows it)
+test: check env-sglang ## Check and run the whole test suite (ARGS="-k nvme" narrows it)
 	@$(STEP) "tests" $(RUN) -m pytest --durations=15 $(ARGS)
 
 demo: env ## Serve a real model through kvtier and measure (ARGS=--json for one JSON object)
 	@$(RUN) -m examples.demo $(ARGS)
+
+demo-sglang: env env-sglang ## The same below SGLang's own host cache, restart included (ARGS=--json for one JSON object)
+	@$(RUN) -m examples.demo_sglang $(ARGS)
 
 bench: env ## Run the benchmarks (BENCH="overhead peers" chooses, ARGS is passed on)
 	@for name in $(BENCH); do $(STEP) "benchmark $$name" $(RUN) -m benchmarks.$$name $(ARGS) || exit $$?; done
@@ -41,9 +48,9 @@ fmt: env ## Format the code and apply ruff's safe fixes
 	@$(RUN) -m ruff format $(CODE)
 	@$(RUN) -m ruff check --fix $(CODE)
 
-lock: ## Resolve requirements/*.toml again into the lock files
+lock: ## Resolve requirements/$(ENVIRONMENT).toml again into its lock file
 	@$(STEP) "lock" $(PYTHON) scripts/lock.py requirements/$(ENVIRONMENT).toml
 
 clean: ## Remove this checkout's environment and tool caches (the shared packages and models in ~/.cache stay)
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -59,7 +59,7 @@ def main() -> None:
         return
     shared.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(shared.with_name(shared.name + ".lock")):
-        install_system_packages()
+        install_system_packages(description.get("system_files", {}))
         if (shared / MARKER).exists():
             say(f"using the packages in {shared}")
         else:
@@ -141,9 +141,13 @@ def write_alias(packages: Path, alias: dict[str, str] | None, lock_path: Path) -
     (folder / "RECORD").write_text("".join(f"{folder.name}/{file},,\n" for file in ("METADATA", "INSTALLER", "RECORD")))
 
 
-def install_system_packages() -> None:
-    """Install the few Debian packages the environment needs, if missing and if this is root; else say what to do."""
+def install_system_packages(files: dict[str, str]) -> None:
+    """Install the few Debian packages the environment needs, if missing and if this is root; else say what to do.
+
+    `files` maps a file the environment needs to the package it comes in.
+    """
     missing = [package for library, package in SYSTEM_LIBRARIES.items() if not has_library(library)]
+    missing += [package for path, package in files.items() if not Path(path).exists()]
     if importlib.util.find_spec("ensurepip") is None:
         missing.append(f"python{sys.version_info.major}.{sys.version_info.minor}-venv")
     if not missing:

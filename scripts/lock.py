@@ -33,7 +33,9 @@ def main() -> None:
         sys.exit(f"lock: {description_path} is for Python {description['python']}, this is {running}")
 
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    wanted = description["requirements"] + project["dependencies"] + project["optional-dependencies"]["dev"]
+    wanted = description["requirements"] + project["dependencies"]
+    for extra in description.get("extras", ["dev"]):
+        wanted += project["optional-dependencies"][extra]
     with tempfile.TemporaryDirectory() as scratch:
         venv.create(scratch, with_pip=True)
         python = str(Path(scratch) / "bin" / "python")
