@@ -317,6 +317,16 @@ def test_a_field_that_switches_a_feature_off_explains_itself() -> None:
         spec_from_config({**UNIFORM, "sliding_window": off, "mamba_d_state": off, "kv_compression": off})
 
 
+def test_names_that_only_sound_like_structure_are_ignored() -> None:
+    harmless = {
+        "attention_bias": True, "attn_implementation": "flash", "use_lm_head": True, "fuse_cross_entropy": True,
+        "keys_to_ignore_at_inference": ["past_key_values"], "context_window": 8192, "layer_norm_eps": 1e-5,
+        "moe_layer_freq": 2, "vision_feature_layer": -2, "shared_expert_intermediate_size": 64, "attn_pdrop": 0.1,
+        "quantization_config": {"linear": True}, "freeze_layers": [1], "use_memory_efficient_attention": True,
+    }  # fmt: skip
+    assert spec_from_config({**UNIFORM, **harmless}).layers == spec_from_config(UNIFORM).layers
+
+
 def test_defaults_taken_from_the_family_are_reported() -> None:
     config, _, _ = SIZED["gemma-3-4b: everything usual left out"]
     notes = spec_from_config(config).notes

@@ -18,7 +18,7 @@ _HARMLESS = re.compile(
     r"beta|expert|experts|moe|router|routed|routing|mlp|ffn|vocab|embed|embd|embedding|embeddings|emb|tokenizer|quant|"
     r"quantization|quantize|pruned|gradient|checkpointing|labels|summary|classifier|vision|image|images|video|audio|speech|"
     r"vit|projector|mm|multimodal|patch|pixel|talker|encoder|kernels|impl|implementation|flash|sdpa|fused|efficient|clip|"
-    r"gate|gated|gating|proj|projection|logits|softmax|parallel|tp|plan|ngram|deepstack)($|_)"
+    r"gate|gated|gating|proj|projection|logits|softmax|parallel|tp|plan|ngram|deepstack|lm|entropy|freeze)($|_)"
 )
 
 # The words that speak of what is kept for a sequence, or of how layers differ from each other.
@@ -33,7 +33,8 @@ _HINT = re.compile(
 
 # Names the two patterns would misjudge, with what they really are.
 _HARMLESS_NAMES_TEXT = """
-    use_cache cache_implementation chunk_size_feed_forward chunk_size mamba_chunk_size block_size
+    use_cache keys_to_ignore_at_inference context_window
+    cache_implementation chunk_size_feed_forward chunk_size mamba_chunk_size block_size
     block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of block_dim block_ff_dim
     block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init
     hidden_size_per_layer_input first_k_dense_replace num_dense_layers decoder_sparse_step
