@@ -41,7 +41,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Cap on everything kvtier keeps under nvme_path, journal included."""
     direct_io: bool = True
     """Bypass the page cache on NVMe where the file system allows it."""
-    policy: str = "lru"
+    policy: str = "kvtier"
     """Which eviction policy orders what leaves a tier."""
     gate: bool = True
     """Decline loads that are slower than recomputing."""

@@ -29,6 +29,7 @@ from kvtier_vllm.identity import geometry_of, key_space_of, layout_of
 from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.metrics import metric_definitions
 from kvtier_vllm.options import cache_config
+from kvtier_vllm.sizes import check_sizes
 from kvtier_vllm.worker import HostWorker
 
 logger = init_logger("vllm.kvtier")
@@ -113,6 +114,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             os.unlink(region.mmap_path)
         region._creator = False
         config, layout = self._cache_config, self._layout()
+        check_sizes(self._vllm_config, layout)
         memory = DramTier.over(
             region.create_kv_memoryview().cast("B"),
             self.kv_bytes_per_chunk,

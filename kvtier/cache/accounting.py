@@ -31,9 +31,12 @@ class Accounting:
         """The engine loads these blocks now."""
         if request.sources is None or set(request.sources) - {"hbm"}:
             return
-        start = request.miss_from_block
+        start, memory = request.miss_from_block, self._cache.memory.name
+        loaded_from = {request.promoted_from.get(block, memory) for block in blocks}
+        # Blocks before a sliding window need no bytes; they come with the window, from the farthest it came from.
+        farthest = next(iter(loaded_from - {memory}), memory)
         for block in range(start, max(blocks) + 1):
-            source = request.promoted_from.get(block, self._cache.memory.name)
+            source = request.promoted_from.get(block, memory) if block in blocks else farthest
             request.sources[source] = request.sources.get(source, 0) + self._cache.block_tokens
         request.miss_from_block = max(blocks) + 1
 
@@ -73,6 +76,8 @@ class Accounting:
             reason = request.failed[first_failure]
         elif request.refuses_to_wait:
             reason = MissReason.DEADLINE
+        elif request.cut_reason is not None:
+            reason = request.cut_reason
         known = max(block, min(full, request.known_blocks))
         count(reason, known * size - start_token)
         start_token = max(start_token, known * size)

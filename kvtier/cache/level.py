@@ -48,6 +48,8 @@ class Level:
         self.book = LeaseBook(self.residency, self._free_quarantined)
         self._tree = tree
         self._closed_groups = closed_groups
+        # Rows of windows are useless without the whole prefix: those of whole prefixes are published first.
+        self.group_order = (*closed_groups, *(group for group in range(groups) if group not in closed_groups))
         # Told of every eviction, after it: (segment, keep). A lower level may have held the head of what memory holds.
         self.on_evict: Callable[[Segment, int], None] | None = None
         self._clock = clock
@@ -124,8 +126,8 @@ class Level:
         if match.blocks < need:
             self._tree.insert(chain)
             match = self._tree.walk(chain)
-        column = self.residency.slots_of(match)[:, group]
-        resident = column != ABSENT
+        there = self.residency.slots_of(match) != ABSENT
+        resident = there[:, group]
         wanted = ~resident[blocks]
         if group in self._closed_groups:
             after = resident.copy()
@@ -134,6 +136,8 @@ class Level:
             after[blocks] = True
             holes = np.flatnonzero(~after)
             wanted &= blocks < (int(holes[0]) if holes.size else len(after))
+        elif self.residency.prefix_closed:
+            wanted &= there[blocks, self._closed_groups[0]]
         if not wanted.all():
             self.tier.release(slots[~wanted])
             self._recorder.add("kvtier_stores_refused", int((~wanted).sum()), self.name, "superseded")

@@ -91,6 +91,10 @@ class Loader:
         wanted = needed & ~in_memory & ~coming
         if wanted[window].any():
             pending |= self._promote(request, start, wanted, where, lower)
+            reached = min(stop, self._reach(available & (in_memory | pending), start))
+            if reached < stop:
+                request.cut_reason = MissReason.NO_ROOM
+                stop, window = reached, slice(start, reached)
         states = np.zeros((stop - start, cache.groups), np.uint8)
         states[(in_memory & available)[window]] = BlockState.HIT
         states[pending[window]] = BlockState.PENDING
@@ -113,12 +117,12 @@ class Loader:
             self._forget_failed(promotion, transfer)
         for row in transfer.rows:
             self._promoting.pop((row.key, row.group), None)
-        for group in np.unique(promotion.groups):
+        for group in cache.group_order:
             mine = promotion.groups == group
             good = mine & ok
             if good.any():
                 cache.publish_in_memory(
-                    promotion.chain, int(group), promotion.blocks[good], promotion.memory_slots[good], promotion.start
+                    promotion.chain, group, promotion.blocks[good], promotion.memory_slots[good], promotion.start
                 )
         cache.epoch += 1
         for waiter in promotion.waiters:

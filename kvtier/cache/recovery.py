@@ -51,7 +51,7 @@ def _publish(
     packed = b"".join(chain)
     tree.insert(packed)
     published = 0
-    for group in range(level.residency.groups):
+    for group in level.group_order:
         blocks = [i for i, key in enumerate(chain) if key not in reached and group in slots[key]]
         if blocks:
             found = np.array([slots[chain[i]][group] for i in blocks], np.int32)

@@ -61,6 +61,7 @@ class CachedRequest:
     promoted_from: dict[int, str] = field(default_factory=dict)
     failed: dict[int, MissReason] = field(default_factory=dict)
     declined: int = 0
+    cut_reason: MissReason | None = None
     sources: dict[str, int] | None = None
     miss_from_block: int = 0
     ended: bool = False

@@ -95,8 +95,10 @@ class Storer:
         taken = {row: request.pending.pop(row) for row in done}
         for row in done:
             self._storing.discard((key_at(request.chain, row.block), row.group))
-        for group in sorted({row.group for row in done}):
+        for group in cache.group_order:
             mine = [row for row in done if row.group == group]
+            if not mine:
+                continue
             blocks = np.array([row.block for row in mine], np.intp)
             slots = np.array([taken[row] for row in mine], np.int32)
             cache.publish_in_memory(request.chain, group, blocks, slots, 0)
@@ -207,7 +209,7 @@ class Storer:
             ok[:] = False
         if (~ok).any():
             write.level.tier.release(transfer.slots[~ok])
-        for group in np.unique(write.groups):
+        for group in self._cache.group_order:
             mine = ok & (write.groups == group)
             if mine.any():
-                write.level.publish(write.chain, int(group), write.blocks[mine], transfer.slots[mine])
+                write.level.publish(write.chain, group, write.blocks[mine], transfer.slots[mine])

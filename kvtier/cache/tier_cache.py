@@ -30,9 +30,9 @@ from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.keys import Chain
 from kvtier.model.request import Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
-from kvtier.place import lru as _lru  # noqa: F401 - registers itself
 from kvtier.place.gate import PrefillModel
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
+from kvtier.predict.forecast import Forecast
 from kvtier.tiers.health import Breaker, BreakerState
 from kvtier.tiers.protocol import RowStatus, Tier
 
@@ -84,8 +84,10 @@ class TierCache:
         self.epoch = 0
         self._breakers = {tier.name: Breaker(self.clock, random.Random(tier.name)) for tier in lower}
         recovered = [(tier, tier.recover()) for tier in lower]
+        self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
         self.memory = self._level(memory, strict=False)
         self.lower = [self._level(tier, strict=True) for tier in lower]
+        self.group_order = self.memory.group_order
         for level in self.lower:
             level.on_evict = self._evict_orphans
         self.loader = Loader(self)
@@ -106,6 +108,7 @@ class TierCache:
         request = CachedRequest(context, chain, known)
         self._live.add(request)
         now = self.clock.now()
+        self.forecast.on_arrival(path, context, now)
         for level in (self.memory, *self.lower):
             level.policy.on_arrival(path, context, now)
         self._ghosts.visited(path)
@@ -173,6 +176,7 @@ class TierCache:
         self._accounting.ended(request, outcome)
         path = self.tree.insert(request.chain)
         now = self.clock.now()
+        self.forecast.on_finish(path, request.context, outcome, now)
         for level in (self.memory, *self.lower):
             level.policy.on_finish(path, request.context, outcome, now)
         self._ghosts.visited(path)
@@ -291,7 +295,7 @@ class TierCache:
 
     def _level(self, tier: Tier, strict: bool) -> Level:
         def policy(view: TierView) -> EvictionPolicy:
-            return make_policy(self.config.policy, view)
+            return make_policy(self.config.policy, view, self.forecast)
 
         return Level(
             tier,

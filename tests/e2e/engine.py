@@ -99,7 +99,7 @@ def settle(llm: LLM) -> Any:
     core = llm.llm_engine.engine_core.engine_core
     cache = connector_of(llm).manager.cache
     for _ in range(1_000):
-        core.step()
+        llm.llm_engine.step()  # not the core's own step: this one also takes in what the core counted
         cache.mover.drain(5.0)
         cache.poll()
         if not core.scheduler.has_requests() and not cache.busy:

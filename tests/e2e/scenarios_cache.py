@@ -1,0 +1,164 @@
+"""Scenarios of kvtier in a real vLLM: where blocks come from, whether their bytes are the same, what goes wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.e2e.engine import answers, ask, cached_tokens, connector_of, device_bytes, metrics, settle, start_engine
+from tests.e2e.models import prompt_tokens
+
+MIB = 1 << 20
+
+
+def round_trip(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    """One prompt, computed and then served by the device, by memory and by the tier below; KV bytes at each stage."""
+    llm = start_engine(model, kvtier=kvtier, **engine)
+    prompt = prompt_tokens(1, tokens)
+    stages: dict[str, Any] = {}
+
+    def stage(name: str) -> None:
+        output = ask(llm, [prompt])
+        stages[name] = {
+            "answer": answers(output)[0],
+            "cached": cached_tokens(output)[0],
+            "bytes": device_bytes(llm),
+        }
+
+    stage("cold")
+    stage("device")
+    cache = settle(llm)
+    llm.reset_prefix_cache()
+    stage("memory")
+    settle(llm)
+    llm.reset_prefix_cache()
+    cache.memory.clear()
+    cache.epoch += 1
+    stage("below")
+    cache = settle(llm)
+    cache.check_integrity()
+    return {"stages": stages, "metrics": metrics("kvtier_"), "leases": cache.leases()}
+
+
+def serve_once(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    """A new process: one prompt, whatever it can be served from."""
+    llm = start_engine(model, kvtier=kvtier, **engine)
+    output = ask(llm, [prompt_tokens(1, tokens)])
+    cache = settle(llm)
+    return {
+        "answer": answers(output)[0],
+        "cached": cached_tokens(output)[0],
+        "bytes": device_bytes(llm),
+        "metrics": metrics("kvtier_"),
+        "leases": cache.leases(),
+    }
+
+
+def crowd(
+    model: str, requests: int, kvtier: dict[str, Any] | None, engine: dict[str, Any], seed: int = 0
+) -> dict[str, Any]:
+    """Many requests at once that share prefixes, three rounds, on a device pool too small for them."""
+    llm = start_engine(model, kvtier=kvtier, **engine)
+    draw = random.Random(seed)
+    shared = [prompt_tokens(100 + i, 160) for i in range(5)]
+    rounds = []
+    for _ in range(3):
+        prompts = [
+            shared[draw.randrange(5)][: draw.randrange(64, 161)] + prompt_tokens(draw.randrange(40), 40)
+            for _ in range(requests)
+        ]
+        rounds.append(answers(ask(llm, prompts, max_tokens=40)))
+    result: dict[str, Any] = {"rounds": rounds, "preemptions": metrics("vllm:num_preemptions_total")}
+    if kvtier is not None:
+        cache = settle(llm)
+        cache.check_integrity()
+        scheduler = connector_of(llm).scheduler
+        result |= {
+            "leases": cache.leases(),
+            "pinned": cache.memory.residency.pinned_rows,
+            "unowned": cache.memory.tier.stats().used_rows - cache.memory.residency.resident_rows,
+            "jobs": len(scheduler._jobs),
+            "requests_left": len(scheduler._req_status),
+            "metrics": metrics("kvtier_"),
+        }
+    return result
+
+
+def abort_everywhere(model: str, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    """Abort a request after every number of engine steps from 0 to 12, cold and with its blocks in every tier."""
+    llm = start_engine(model, kvtier=kvtier, **engine)
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    parameters = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    expected = answers(ask(llm, [prompt_tokens(7, 300)]))[0]
+    aborted = 0
+    for source in ("device", "memory", "below", "cold"):
+        for steps in range(12):
+            cache = settle(llm)
+            prompt = prompt_tokens(7, 300) if source != "cold" else prompt_tokens(1000 + steps, 300)
+            if source != "device":
+                llm.reset_prefix_cache()
+            if source == "below":
+                cache.memory.clear()
+                cache.epoch += 1
+            name = f"{source}-{steps}"
+            core.add_request(name, {"prompt_token_ids": prompt}, parameters)
+            for _ in range(steps):
+                core.step()
+            core.abort_request([name])
+            aborted += 1
+            for _ in range(3):
+                core.step()
+    cache = settle(llm)
+    cache.check_integrity()
+    llm.reset_prefix_cache()
+    again = ask(llm, [prompt_tokens(7, 300)])
+    cache = settle(llm)
+    return {
+        "aborted": aborted,
+        "expected": expected,
+        "answer": answers(again)[0],
+        "leases": cache.leases(),
+        "pinned": cache.memory.residency.pinned_rows,
+        "unowned": cache.memory.tier.stats().used_rows - cache.memory.residency.resident_rows,
+        "requests_left": len(connector_of(llm).scheduler._req_status),
+    }
+
+
+def reset_everything(model: str, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    """`reset_prefix_cache(reset_connector=True)`, idle and with work under way: nothing cached before is found."""
+    llm = start_engine(model, kvtier=kvtier, **engine)
+    prompt = prompt_tokens(3, 300)
+    first = answers(ask(llm, [prompt]))[0]
+    settle(llm)
+    llm.reset_prefix_cache(reset_connector=True)
+    second = ask(llm, [prompt])
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    parameters = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    core.add_request("under-way", {"prompt_token_ids": prompt_tokens(4, 300)}, parameters)
+    for _ in range(2):
+        core.step()
+    connector_of(llm).reset_cache()
+    while core.has_unfinished_requests():
+        core.step()
+    cache = settle(llm)
+    cache.check_integrity()
+    return {
+        "same": answers(second)[0] == first,
+        "cached_after_reset": cached_tokens(second)[0],
+        "leases": cache.leases(),
+        "pinned": cache.memory.residency.pinned_rows,
+        "unowned": cache.memory.tier.stats().used_rows - cache.memory.residency.resident_rows,
+    }
+
+
+def start_badly(model: str, kvtier: dict[str, Any], engine: dict[str, Any]) -> str:
+    """Start with a configuration that cannot work; returns the error."""
+    try:
+        start_engine(model, kvtier=kvtier, **engine)
+    except Exception as error:  # noqa: BLE001 - whatever comes out is what the test looks at
+        return f"{type(error).__name__}: {error}"
+    return "started"

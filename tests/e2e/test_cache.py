@@ -1,0 +1,161 @@
+"""kvtier in a real vLLM on the CPU: hits from every tier are byte-exact; load, aborts and faults change no answer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import scenarios_cache as scenarios
+from tests.e2e.conftest import RunScenario
+from tests.e2e.models import ALL_MODELS
+
+POOL = {"num_gpu_blocks_override": 300, "max_model_len": 1_024}
+PROMPT_TOKENS = 300
+
+
+def options(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    """A memory tier for a few prompts and an NVMe tier in this test's folder."""
+    return {"dram_bytes": "24MiB", "nvme_path": str(tmp_path / "nvme"), "nvme_bytes": "64MiB", **more}
+
+
+def tokens_from(metrics: dict[str, float], source: str) -> float:
+    return metrics.get(f"kvtier_tokens_total{{source={source}}}", 0.0)
+
+
+def same_bytes(one: dict[str, str], other: dict[str, str]) -> int:
+    """Compare the blocks both have; returns how many, and fails on the first difference."""
+    common = one.keys() & other.keys()
+    for block in common:
+        assert one[block] == other[block], f"block {block[:12]} differs"
+    return len(common)
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_every_tier_gives_back_the_same_bytes(run: RunScenario, tmp_path: Path, name: str) -> None:
+    arguments = {"model": str(ALL_MODELS[name]()), "tokens": PROMPT_TOKENS, "kvtier": options(tmp_path), "engine": POOL}
+    result = run(scenarios.round_trip, **arguments)
+    stages = result["stages"]
+    block = 16 if name == "tiny-mla" else 32
+    full = PROMPT_TOKENS // block * block
+    assert len({tuple(stage["answer"]) for stage in stages.values()}) == 1, "the answer is the same from every tier"
+    assert stages["cold"]["cached"] == 0
+    assert stages["memory"]["cached"] == stages["below"]["cached"] == full
+    cold = stages["cold"]["bytes"]
+    if name != "tiny-mla":  # vLLM hashes no device blocks for MLA on the CPU
+        windows_only = name == "tiny-mistral"
+        for stage in ("memory", "below"):
+            assert same_bytes(cold, stages[stage]["bytes"]) >= (2 if windows_only else full // block)
+    assert tokens_from(result["metrics"], "nvme") >= full
+    assert result["leases"] == 0
+
+    again = run(scenarios.serve_once, **arguments)
+    assert again["answer"] == stages["cold"]["answer"], "a new process answers the same"
+    assert again["cached"] == full
+    assert tokens_from(again["metrics"], "nvme") == full
+    assert same_bytes(cold, again["bytes"]) or name == "tiny-mla"
+    assert again["leases"] == 0
+
+
+def test_metrics_sum_to_the_prompt_tokens(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    result = run(scenarios.round_trip, model=tiny_llama, tokens=PROMPT_TOKENS, kvtier=options(tmp_path), engine=POOL)
+    metrics = result["metrics"]
+    sources = {m[1]: v for k, v in metrics.items() if (m := re.match(r"kvtier_tokens_total\{source=(\w+)\}", k))}
+    assert sum(sources.values()) == 4 * PROMPT_TOKENS
+    misses = sum(v for k, v in metrics.items() if k.startswith("kvtier_miss_tokens_total"))
+    assert misses == sources["recompute"]
+    assert sources["hbm"] == sources["dram"] == sources["nvme"] == 288
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("tiny-llama", {}), ("tiny-llama", {"blocks_per_chunk": 2}), ("tiny-gemma", {}), ("tiny-mla", {})],
+    ids=["llama", "llama-2-blocks-a-chunk", "gemma", "mla"],
+)
+def test_a_crowd_gets_the_same_answers_with_and_without(
+    run: RunScenario, tmp_path: Path, name: str, extra: dict[str, Any]
+) -> None:
+    model = str(ALL_MODELS[name]())
+    blocks = {"tiny-mla": 120, "tiny-gemma": 90}.get(name, 60)
+    engine = {"num_gpu_blocks_override": blocks, "max_model_len": 256, "max_num_seqs": 32}
+    if name == "tiny-gemma":
+        extra = {**extra, "gate": False}
+    off = run(scenarios.crowd, model=model, requests=32, kvtier=None, engine=engine)
+    kvtier = options(tmp_path, dram_bytes="6MiB", **extra)
+    on = run(scenarios.crowd, model=model, requests=32, kvtier=kvtier, engine=engine)
+    assert on["rounds"] == off["rounds"]
+    assert sum(on["preemptions"].values()) > 0, "the pool is too small on purpose"
+    loaded = tokens_from(on["metrics"], "dram") + tokens_from(on["metrics"], "nvme")
+    assert loaded > 0, "something was served from below the device"
+    assert (on["leases"], on["pinned"], on["unowned"], on["jobs"], on["requests_left"]) == (0, 0, 0, 0, 0)
+
+
+def test_aborts_at_every_stage_leave_nothing_behind(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    result = run(scenarios.abort_everywhere, model=tiny_llama, kvtier=options(tmp_path), engine=POOL)
+    assert result["aborted"] == 48
+    assert result["answer"] == result["expected"]
+    assert (result["leases"], result["pinned"], result["unowned"], result["requests_left"]) == (0, 0, 0, 0)
+
+
+def test_after_a_reset_nothing_is_found(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    result = run(scenarios.reset_everything, model=tiny_llama, kvtier=options(tmp_path), engine=POOL)
+    assert result["same"]
+    assert result["cached_after_reset"] == 0
+    assert (result["leases"], result["pinned"], result["unowned"]) == (0, 0, 0)
+
+
+def test_a_flipped_byte_is_recomputed_and_counted(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    arguments = {"model": tiny_llama, "tokens": PROMPT_TOKENS, "kvtier": options(tmp_path), "engine": POOL}
+    first = run(scenarios.serve_once, **arguments)
+    slab = next((tmp_path / "nvme").glob("*.slab"))
+    damaged = _flip_every_page(slab)
+    assert damaged > 9
+    second = run(scenarios.serve_once, **arguments)
+    assert second["answer"] == first["answer"]
+    assert second["cached"] == 0, "no block whose bytes changed is served"
+    assert second["metrics"]["kvtier_miss_tokens_total{reason=corrupt}"] > 0
+    assert any(k.startswith("kvtier_faults_total") and v > 0 for k, v in second["metrics"].items())
+
+
+def test_other_weights_find_nothing(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    arguments = {"model": tiny_llama, "tokens": PROMPT_TOKENS, "engine": POOL}
+    run(scenarios.serve_once, kvtier=options(tmp_path, nvme_bytes="160MiB"), **arguments)
+    other = options(tmp_path, nvme_bytes="160MiB", weights_fingerprint="other")
+    assert run(scenarios.serve_once, kvtier=other, **arguments)["cached"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dram_byts": "1GiB"}, "did you mean dram_bytes"),
+        ({"dram_bytes": "much"}, "dram_bytes is 'much'"),
+        ({"dram_bytes": "1PiB"}, "/dev/shm has"),
+        ({"dram_bytes": 100}, "less than one block"),
+        ({"nvme_path": "/proc/kvtier"}, "/proc/kvtier"),
+        ({"nvme_bytes": "900PiB"}, "nvme_bytes|cap|free"),
+        ({"policy": "best"}, "no eviction policy named 'best'"),
+        ({"gate": "maybe"}, "gate"),
+    ],
+    ids=["typo", "no-size", "shm", "tiny", "unwritable", "medium", "policy", "type"],
+)
+def test_bad_configuration_stops_the_start_with_one_clear_line(
+    run: RunScenario, tmp_path: Path, tiny_llama: str, change: dict[str, Any], says: str
+) -> None:
+    message = run(scenarios.start_badly, model=tiny_llama, kvtier={**options(tmp_path), **change}, engine=POOL)
+    assert message.startswith("ConfigError")
+    assert re.search(says, message)
+
+
+def _flip_every_page(slab: Path) -> int:
+    """Flip one bit in every 4 KiB page after the superblock that holds anything."""
+    data = bytearray(slab.read_bytes())
+    flipped = 0
+    for page in range(1, len(data) // 4096):
+        begin = page * 4096
+        if any(data[begin : begin + 4096]):
+            data[begin + 100] ^= 1
+            flipped += 1
+    slab.write_bytes(data)
+    return flipped
