@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.cache.tier_cache import Geometry
+from kvtier.cache.weights import sample, weights_fingerprint
 from kvtier.config import CacheConfig
 from kvtier.errors import EngineMismatchError
 from kvtier.model.keys import KeySpace
 from kvtier.model.layout import GroupLayout, Layout
-
-_SAMPLES, _SAMPLE_BYTES = 16, 64 << 10
 
 
 def layout_of(kv_cache_config: KVCacheConfig, row_bytes: int, ranks: int, dtype: str) -> Layout:
@@ -83,21 +81,6 @@ def key_space_of(vllm_config: VllmConfig, layout: Layout, config: CacheConfig, b
     )
 
 
-def weights_fingerprint(model: str, revision: str | None) -> str:
-    """Names a model's weights: by content for a local folder (sizes, tensor headers and samples of every weight
-    file), by name and revision otherwise."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"{model}@{revision or 'main'}"
-    digest = hashlib.sha256(b"kvtier.weights\0")
-    files = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".gguf"})
-    for path in [folder / "config.json", *files]:
-        if path.exists():
-            digest.update(path.name.encode() + b"\0")
-            _sample(path, digest)
-    return digest.hexdigest()
-
-
 def adapter_fingerprint(lora_request: Any) -> str:
     """Names an adapter by path and content, so that one reloaded under the same name is another (vllm#44950)."""
     if lora_request is None:
@@ -106,17 +89,8 @@ def adapter_fingerprint(lora_request: Any) -> str:
     folder = Path(lora_request.lora_path)
     for path in sorted(folder.glob("adapter_*")) if folder.is_dir() else []:
         digest.update(path.name.encode() + b"\0")
-        _sample(path, digest)
+        sample(path, digest)
     return digest.hexdigest()
-
-
-def _sample(path: Path, digest: Any) -> None:
-    size = path.stat().st_size
-    digest.update(struct.pack("<Q", size))
-    with path.open("rb") as file:
-        for i in range(_SAMPLES):
-            file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def _kind(spec: KVCacheSpec) -> tuple[str, int]:

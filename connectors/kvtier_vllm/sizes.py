@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
 from kvtier.errors import ConfigError
 from kvtier.model.layout import Layout
 from kvtier.model.sizing import Deployment, kv_format, reconcile, spec_from_config
-from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 logger = init_logger("vllm.kvtier")
 

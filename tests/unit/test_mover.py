@@ -1,0 +1,134 @@
+"""The mover: everything submitted comes back, reads go first, and a stuck write never blocks a read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvtier.cache.mover import Mover, Transfer, Urgency
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.testing.rows import chain_rows, payload_of, soiled_buffers
+from kvtier.tiers.protocol import RowId, RowStatus, Slots
+
+ROW = 64
+
+
+class Gated(MemoryTier):
+    """Holds writes until the gate opens and remembers the order of calls."""
+
+    def __init__(self) -> None:
+        super().__init__(ROW, 256, name="gated")
+        self.gate = threading.Event()
+        self.calls: list[tuple[str, int]] = []
+        self.broken = False
+
+    def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
+        self.calls.append(("write", len(slots)))
+        self.gate.wait(10)
+        if self.broken:
+            raise RuntimeError("a tier that breaks its contract")
+        return super().write(slots, rows, sources)
+
+    def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
+        self.calls.append(("read", len(slots)))
+        return super().read(slots, rows, targets)
+
+
+@pytest.fixture
+def tier() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def mover() -> Iterator[Mover]:
+    mover = Mover(threads=2, chunk_bytes=4 * ROW)
+    yield mover
+    mover.close()
+
+
+def transfer(tier: Gated, n: int, *, read: bool, slots: Slots | None = None) -> Transfer:
+    rows = chain_rows(n)
+    if slots is None:
+        slots = tier.reserve(n)
+        assert slots is not None
+    views = soiled_buffers(n, ROW) if read else [payload_of(row, ROW) for row in rows]
+    return Transfer(tier, slots, rows, views, read, Urgency.DEMAND if read else Urgency.STORE)
+
+
+def collect(mover: Mover, n: int) -> list[Transfer]:
+    done: list[Transfer] = []
+    deadline = time.monotonic() + 10
+    while len(done) < n and time.monotonic() < deadline:
+        done += mover.collect()
+        time.sleep(0.001)
+    return done
+
+
+def test_a_write_and_its_read_come_back_byte_exact_and_in_chunks(mover: Mover, tier: Gated) -> None:
+    tier.gate.set()
+    write = transfer(tier, 10, read=False)
+    mover.submit(write)
+    assert collect(mover, 1) == [write]
+    assert write.statuses == [RowStatus.OK] * 10
+    assert sorted(n for _, n in tier.calls) == [2, 4, 4]
+    read = transfer(tier, 10, read=True, slots=write.slots)
+    mover.submit(read)
+    collect(mover, 1)
+    assert [bytes(view) for view in read.views] == [bytes(payload_of(row, ROW)) for row in read.rows]
+    assert not mover.busy
+    assert mover.rows_waiting == {"read": 0, "write": 0}
+
+
+def test_stuck_writes_leave_a_thread_for_reads(mover: Mover, tier: Gated) -> None:
+    tier.gate.set()
+    first = transfer(tier, 4, read=False)
+    mover.submit(first)
+    collect(mover, 1)
+    tier.gate.clear()
+    for _ in range(5):
+        mover.submit(transfer(tier, 4, read=False))
+    read = transfer(tier, 4, read=True, slots=first.slots)
+    mover.submit(read)
+    assert collect(mover, 1) == [read], "the read ended while every write is stuck"
+    tier.gate.set()
+    assert len(collect(mover, 5)) == 5
+
+
+def test_a_tier_that_raises_costs_misses_and_no_thread(mover: Mover, tier: Gated) -> None:
+    tier.gate.set()
+    tier.broken = True
+    mover.submit(transfer(tier, 4, read=False))
+    (failed,) = collect(mover, 1)
+    assert failed.statuses == [RowStatus.IO_ERROR] * 4
+    tier.broken = False
+    mover.submit(transfer(tier, 4, read=False))
+    (fine,) = collect(mover, 1)
+    assert fine.statuses == [RowStatus.OK] * 4
+
+
+def test_a_cancelled_transfer_comes_back_undone(mover: Mover, tier: Gated) -> None:
+    blocker, cancelled = transfer(tier, 4, read=False), transfer(tier, 8, read=False)
+    mover.submit(blocker)
+    mover.submit(cancelled)
+    mover.cancel(cancelled)
+    tier.gate.set()
+    done = collect(mover, 2)
+    assert {id(t) for t in done} == {id(blocker), id(cancelled)}
+    assert RowStatus.CLOSED in cancelled.statuses
+
+
+def test_an_empty_transfer_comes_back_too(mover: Mover, tier: Gated) -> None:
+    empty = Transfer(tier, np.empty(0, np.int32), [], [], True, Urgency.DEMAND)
+    mover.submit(empty)
+    assert collect(mover, 1) == [empty]
+
+
+def test_drain_says_whether_everything_ended(mover: Mover, tier: Gated) -> None:
+    mover.submit(transfer(tier, 4, read=False))
+    assert not mover.drain(0.05)
+    tier.gate.set()
+    assert mover.drain(5.0)
