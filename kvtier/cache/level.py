@@ -52,6 +52,10 @@ class Level:
         self.group_order = (*closed_groups, *(group for group in range(groups) if group not in closed_groups))
         # Told of every eviction, after it: (segment, keep). A lower level may have held the head of what memory holds.
         self.on_evict: Callable[[Segment, int], None] | None = None
+        # Gives up to n rows that are in nobody's way, before anything is evicted.
+        self.spare: Callable[[int], int] = lambda rows: 0
+        # Publishes rows that waited for a prompt to name their place (`Orphans`).
+        self.adopt: Callable[[bytes], None] = lambda chain: None
         self._clock = clock
         self._recorder = recorder
         self._quarantine: set[int] = set()
@@ -81,6 +85,9 @@ class Level:
             return slots
         # Rows reserved by stores still under way are neither free nor evictable: ask the tier, not the index.
         free = self.residency.capacity_rows - self.tier.stats().used_rows
+        free += self.spare(rows - max(0, free))
+        if free >= rows:
+            return self.tier.reserve(rows)
         for victim in self.policy.victims(rows - max(0, free), self._clock.now()):
             self.evict(victim.segment, victim.keep, "policy")
         return self.tier.reserve(rows)

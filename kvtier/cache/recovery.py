@@ -1,6 +1,7 @@
 """After a restart: the prefix tree rebuilt from what a durable tier still holds.
 
-A row whose head did not survive can never be reached; it is given back.
+A row whose head did not survive can never be reached; it is given back. Only where no group keeps whole prefixes do
+rows wait for a prompt to name their place.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.cache.level import Level
+from kvtier.cache.orphans import Orphans
 from kvtier.index.tree import PrefixTree
 from kvtier.tiers.protocol import RecoveredRow
 
 
 def rebuild(tree: PrefixTree, level: Level, rows: Sequence[RecoveredRow]) -> int:
-    """Insert every reachable row into the tree and publish it. Returns how many were kept."""
+    """Insert every reachable row into the tree and publish it. Returns how many rows were kept."""
     slots: dict[bytes, dict[int, int]] = defaultdict(dict)
     children: dict[bytes, list[bytes]] = defaultdict(list)
     extra: list[int] = []
@@ -39,10 +41,14 @@ def rebuild(tree: PrefixTree, level: Level, rows: Sequence[RecoveredRow]) -> int
         if following:
             stack.extend((child, [*chain, child]) for child in following)
         kept += _publish(tree, level, chain, slots, reached)
-    lost = [slot for key, groups in slots.items() if key not in reached for slot in groups.values()]
-    if lost or extra:
-        level.tier.release(np.array([*lost, *extra], np.int32))
-    return kept
+    unplaced = {key: groups for key, groups in slots.items() if key not in reached}
+    if level.residency.prefix_closed:
+        extra += [slot for groups in unplaced.values() for slot in groups.values()]
+        unplaced = {}
+    if extra:
+        level.tier.release(np.array(extra, np.int32))
+    Orphans(level, unplaced)
+    return kept + sum(map(len, unplaced.values()))
 
 
 def _publish(

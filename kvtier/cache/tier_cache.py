@@ -103,6 +103,8 @@ class TierCache:
 
     def open(self, context: RequestContext, chain: Chain) -> CachedRequest:
         """A request arrived with this prompt. Settles forecasts; promises nothing yet."""
+        for level in self.lower:
+            level.adopt(chain)
         known = self.tree.walk(chain).blocks
         path = self.tree.insert(chain)
         request = CachedRequest(context, chain, known)

@@ -294,3 +294,35 @@ def test_restart_finds_what_was_written() -> None:
     assert engine.serve([0, 1, 2, 50, 51]) == 5
     assert cache.tree.walk(token_chain(range(8))).blocks == 8
     cache.close()
+
+
+def test_window_rows_find_their_place_again_after_a_restart() -> None:
+    """Where every layer slides, nothing on the medium says what came before a row; the next prompt does."""
+    lower = MemoryTier(ROW_BYTES, 8, name="nvme")
+
+    def start(tier: MemoryTier) -> FakeEngine:
+        memory = DramTier.over(np.zeros(8 * ROW_BYTES, np.uint8), ROW_BYTES, 8, ROW_BYTES, checksums=False)
+        config = CacheConfig(dram_bytes=1, policy="lru", io_threads=2)
+        return FakeEngine(TierCache(config, Geometry(16, 1, {0: 2}), memory, memory.row, [tier], VirtualClock()))
+
+    engine = start(lower)
+    request = engine.open(range(6), 1)
+    engine.cache.commit_store(request, engine.compute(request, 4))
+    engine.finish(request)
+    engine.settle()
+    engine.cache.close()
+    lower = lower.reopen()
+    engine = start(lower)
+    request = engine.open(range(6), 1)
+    assert engine.lookup(request) == 6
+    assert engine.load(request) == 6
+    engine.cache.end_load(request)
+    engine.finish(request)
+    engine.cache.close()
+
+    engine = start(lower.reopen())
+    for n in range(8):
+        engine.serve([50 + n, 60 + n])
+        engine.settle()
+    assert engine.cache.lower[0].residency.resident_rows == 8, "rows nobody asked for made room"
+    engine.cache.close()
