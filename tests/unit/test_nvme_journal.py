@@ -18,7 +18,7 @@ from kvtier.testing.rows import chain_rows
 from kvtier.tiers.nvme.format import RECORD_BYTES, Entry
 from kvtier.tiers.nvme.io import BLOCK, Syscalls
 from kvtier.tiers.nvme.journal import Journal, journal_bytes, journal_capacity
-from kvtier.tiers.nvme.tier import parents_first
+from kvtier.tiers.nvme.recovery import parents_first
 from kvtier.tiers.protocol import RowId
 
 SLAB_ID = bytes(range(16))
@@ -326,6 +326,29 @@ def test_failing_compaction_is_counted_until_the_journal_is_full_and_then_heals(
     opened.publish([2])
     opened.journal.close()
     assert held_by(tmp_path / "j", 4) == {1: ROWS[1], 2: ROWS[2]}
+
+
+def test_a_sound_journal_that_is_half_empty_is_appended_to_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    inodes = []
+    for generation in range(1, 4):
+        opened = Opened(path)
+        opened.publish([generation], generation)
+        inodes.append(path.stat().st_ino)
+        opened.journal.close()
+    assert len(set(inodes)) == 1
+    assert held_by(path) == {slot: ROWS[slot] for slot in (1, 2, 3)}
+    damaged = bytearray(path.read_bytes())
+    damaged[BLOCK + RECORD_BYTES + 30] ^= 1
+    path.write_bytes(damaged)
+    opened = Opened(path)
+    opened.publish([9], 9)
+    opened.journal.close()
+    assert path.stat().st_ino != inodes[0]
+    assert held_by(path) == {slot: ROWS[slot] for slot in (1, 3, 9)}
+    again = Opened(path)
+    again.journal.close()
+    assert again.faults == {}
 
 
 def test_a_closed_journal_refuses(tmp_path: Path) -> None:

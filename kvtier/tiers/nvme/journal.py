@@ -18,6 +18,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,17 +100,26 @@ class Journal:
             if verdict is not Verdict.EMPTY:
                 self._fault(f"journal_{verdict.value}")
             return np.zeros(0, dtype=RECORD_DTYPE)
-        records, damaged = sound_records(data, self._seed)
-        for _ in range(damaged):
+        replay = sound_records(data, self._seed)
+        for _ in range(replay.damaged):
             self._fault("journal_record_corrupt")
-        if len(records):
-            self._sequence = int(records["sequence"].max()) + 1
-        records = last_words(records, len(self.generation))
+        if len(replay.records):
+            self._sequence = int(replay.records["sequence"].max()) + 1
+        records = last_words(replay.records, len(self.generation))
         self.generation[records["slot"]] = records["generation"]
+        whole = len(data) == (journal_bytes(len(self.generation)) - BLOCK) // RECORD_BYTES * RECORD_BYTES
+        if whole and not replay.damaged and replay.end <= self._capacity // 2:
+            self._end = replay.end
         return records
 
     def start(self, records: Records) -> None:
-        """Write a fresh file that holds `records` and open it. Raises OSError."""
+        """Open the file for appending; a fresh one that holds `records`, unless the loaded one is sound and half empty.
+
+        Raises OSError.
+        """
+        if self._end:
+            self._fd = self._sys.open(self.path, os.O_RDWR)
+            return
         fd = self._write_file(records.tobytes())
         try:
             self._sys.rename(self.temporary_path, self.path)
@@ -296,8 +306,16 @@ def allocate(syscalls: Syscalls, fd: int, length: int) -> None:
     syscalls.ftruncate(fd, length)
 
 
-def sound_records(data: bytearray, seed: int) -> tuple[Records, int]:
-    """The records in `data` whose checksum holds and whose sequence rises, and how many are damaged."""
+class Replay(NamedTuple):
+    """Sound records of a file, how many were damaged, and where the used part ends."""
+
+    records: Records
+    damaged: int
+    end: int
+
+
+def sound_records(data: bytearray, seed: int) -> Replay:
+    """The records in `data` whose checksum holds and whose sequence rises."""
     records = np.frombuffer(data, dtype=RECORD_DTYPE)
     used = np.flatnonzero((records["kind"] != 0) | (records["checksum"] != 0))
     view = memoryview(data)
@@ -309,7 +327,7 @@ def sound_records(data: bytearray, seed: int) -> tuple[Records, int]:
         sequence = kept["sequence"]
         newest_before = np.concatenate(([0], np.maximum.accumulate(sequence)[:-1])).astype(np.uint64)
         kept = kept[sequence > newest_before]
-    return kept, int(len(used) - sound.sum())
+    return Replay(kept, int(len(used) - sound.sum()), int(used[-1]) + 1 if len(used) else 0)
 
 
 def last_words(records: Records, n_slots: int) -> Records:

@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtier.errors import IntegrityError
-from kvtier.model.keys import KEY_BYTES
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.memory import round_up
 from kvtier.tiers.meter import Meter
-from kvtier.tiers.nvme.format import KIND_PUBLISH_FIRST, Entry, Geometry
+from kvtier.tiers.nvme.format import Entry, Geometry
 from kvtier.tiers.nvme.io import BLOCK, Syscalls
-from kvtier.tiers.nvme.journal import Records
+from kvtier.tiers.nvme.recovery import parents_first
 from kvtier.tiers.nvme.slab import Slab
 from kvtier.tiers.nvme.transfer import Batch, RowTransfer, status_of
 from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, TierProbe, TierStats
@@ -232,36 +231,3 @@ class NvmeTier:
 
 
 _UNUSABLE = TierProbe(float("inf"), 1.0, float("inf"), 1.0)
-
-
-def parents_first(records: Records) -> list[RecoveredRow]:
-    """Recovered rows in the order they were written, except that a row waits for its parent if that comes later."""
-    key_bytes, parent_bytes = records["key"].tobytes(), records["parent"].tobytes()
-    keys = [key_bytes[i : i + KEY_BYTES] for i in range(0, len(key_bytes), KEY_BYTES)]
-    parents = [parent_bytes[i : i + KEY_BYTES] for i in range(0, len(parent_bytes), KEY_BYTES)]
-    is_first = (records["kind"] == KIND_PUBLISH_FIRST).tolist()
-    rows = [
-        RecoveredRow(slot, RowId(key, b"" if first else parent, group))
-        for slot, key, parent, group, first in zip(
-            records["slot"].tolist(), keys, parents, records["count"].tolist(), is_first, strict=True
-        )
-    ]
-    present, seen = set(keys), set[bytes]()
-    waiting: dict[bytes, list[RecoveredRow]] = {}
-    ordered: list[RecoveredRow] = []
-    for found in rows:
-        parent = found.row.parent
-        if parent in present and parent not in seen:
-            waiting.setdefault(parent, []).append(found)
-            continue
-        ready = [found]
-        while ready:
-            found = ready.pop()
-            ordered.append(found)
-            key = found.row.key
-            if key not in seen:
-                seen.add(key)
-                ready.extend(reversed(waiting.pop(key, ())))
-    for orphans in waiting.values():  # a row that is its own ancestor: cannot come from a sound engine
-        ordered.extend(orphans)
-    return ordered
