@@ -10,6 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STEP := scripts/step
 CODE := $(wildcard kvtier connectors kernels tests benchmarks examples scripts)
+MINUTES ?= 30
 BENCH ?= $(filter-out __init__,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
 
 .PHONY: help env env-sglang check test demo demo-sglang bench soak fmt lock clean
@@ -41,8 +42,14 @@ demo-sglang: env env-sglang ## The same below SGLang's own host cache, restart i
 bench: env ## Run the benchmarks (BENCH="overhead peers" chooses, ARGS is passed on)
 	@for name in $(BENCH); do $(STEP) "benchmark $$name" $(RUN) -m benchmarks.$$name $(ARGS) || exit $$?; done
 
-soak: env ## Search for faults for longer: property and fault tests with many more examples (ARGS is passed on)
-	@$(STEP) "soak" $(RUN) -m pytest tests/property tests/fault --hypothesis-profile=soak --timeout=0 --durations=15 $(ARGS)
+soak: env ## Draw new property and fault tests for MINUTES=30, until one fails (ARGS is passed on)
+	@end=$$((SECONDS + 60 * $(MINUTES))); round=1; \
+	while [ $$SECONDS -lt $$end ]; do \
+	  seed=$$RANDOM$$RANDOM; \
+	  $(STEP) "soak round $$round, seed $$seed" env -u CI $(RUN) -m pytest -q --maxfail=1 --hypothesis-seed=$$seed \
+	    tests/property tests/fault tests/contract $(ARGS) || exit $$?; \
+	  round=$$((round + 1)); \
+	done
 
 fmt: env ## Format the code and apply ruff's safe fixes
 	@$(RUN) -m ruff format $(CODE)
