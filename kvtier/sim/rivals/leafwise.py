@@ -9,6 +9,7 @@ prompts every rival is its textbook self, and tests hold it to that.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from kvtier.place.policy import TierView, Victim
 Key = TypeVar("Key", float, tuple[int, int])
 
 
-class LeafwisePolicy:
+class LeafwisePolicy(ABC):
     """An EvictionPolicy and TreeListener that does nothing; rivals override what they need."""
 
     name = "leafwise"
@@ -41,8 +42,9 @@ class LeafwisePolicy:
     def on_evicted(self, segment: Segment, old_extent: int, now: float) -> None:
         return
 
+    @abstractmethod
     def victims(self, rows: int, now: float) -> list[Victim]:
-        raise NotImplementedError
+        """As in `EvictionPolicy`."""
 
     def on_create(self, segment: Segment) -> None:
         return
