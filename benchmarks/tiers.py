@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,14 @@ def rows_of(n: int) -> list[RowId]:
     return [RowId(key, keys[i - 1] if i else b"", 0) for i, key in enumerate(keys)]
 
 
+class Turn(NamedTuple):
+    """What one turn took. CPU time tells more than wall time on a machine that others use too."""
+
+    bytes_per_s: float
+    cpu_s_per_gib: float
+    latencies_s: list[float]
+
+
 class Turns:
     """Runs two ways of moving the same bytes in turns, in chunks shared out over `depth` threads."""
 
@@ -46,22 +55,23 @@ class Turns:
         step = max(1, CHUNK_BYTES // row_bytes)
         self.chunks = [(i, min(n_rows, i + step)) for i in range(0, n_rows, step)]
         self._pool = ThreadPoolExecutor(depth)
-        self._latencies: list[float] = []
-        self._lock = threading.Lock()
 
-    def run(self, move: Callable[[int, int], None]) -> tuple[float, list[float]]:
-        """Bytes per second of one turn, and the seconds of each chunk."""
-        self._latencies = []
+    def run(self, move: Callable[[int, int], None]) -> Turn:
+        """One turn: all rows, once."""
+        latencies: list[float] = []
+        lock = threading.Lock()
 
         def timed(chunk: tuple[int, int]) -> None:
             begin_s = time.perf_counter()
             move(*chunk)
-            with self._lock:
-                self._latencies.append(time.perf_counter() - begin_s)
+            with lock:
+                latencies.append(time.perf_counter() - begin_s)
 
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         list(self._pool.map(timed, self.chunks))
-        return self.n_rows * self.row_bytes / (time.perf_counter() - begin_s), self._latencies
+        n_bytes = self.n_rows * self.row_bytes
+        cpu_s = (time.process_time() - begin_cpu_s) / n_bytes * (1 << 30)
+        return Turn(n_bytes / (time.perf_counter() - begin_s), cpu_s, latencies)
 
     def compare(
         self,
@@ -72,18 +82,18 @@ class Turns:
         theirs: Callable[[int, int], None],
     ) -> None:
         """Print one line: ours against theirs. `ours` prepares a turn and returns what moves a chunk."""
-        rates: dict[str, list[float]] = {"ours": [], "theirs": []}
-        latencies: list[float] = []
+        mine: list[Turn] = []
+        bound: list[Turn] = []
         self.run(theirs)
         self.run(ours())
         end_s = time.perf_counter() + self.seconds
-        while time.perf_counter() < end_s or len(rates["ours"]) < 5:
-            rates["theirs"].append(self.run(theirs)[0])
-            rate, seconds = self.run(ours())
-            rates["ours"].append(rate)
-            latencies += seconds
-            rates["theirs"].append(self.run(theirs)[0])
-        mine, bound = statistics.median(rates["ours"]), statistics.median(rates["theirs"])
+        while time.perf_counter() < end_s or len(mine) < 5:
+            bound.append(self.run(theirs))
+            mine.append(self.run(ours()))
+            bound.append(self.run(theirs))
+        rate, limit_rate = (statistics.median(t.bytes_per_s for t in turns) for turns in (mine, bound))
+        cpu, limit_cpu = (statistics.median(t.cpu_s_per_gib for t in turns) for turns in (mine, bound))
+        latencies = [seconds for turn in mine for seconds in turn.latencies_s]
         print(
             json.dumps(
                 {
@@ -91,12 +101,14 @@ class Turns:
                     "op": op,
                     "block_bytes": self.row_bytes,
                     "depth": self.depth,
-                    "bytes_per_s": round(mine),
+                    "bytes_per_s": round(rate),
                     "limit": limit,
-                    "limit_bytes_per_s": round(bound),
-                    "ratio": round(mine / bound, 3),
+                    "limit_bytes_per_s": round(limit_rate),
+                    "ratio": round(rate / limit_rate, 3),
                     "p99_s": round(float(np.quantile(latencies, 0.99)), 6),
-                    "turns": len(rates["ours"]),
+                    "cpu_s_per_gib": round(cpu, 4),
+                    "limit_cpu_s_per_gib": round(limit_cpu, 4),
+                    "turns": len(mine),
                 }
             ),
             flush=True,

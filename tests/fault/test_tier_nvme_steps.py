@@ -97,9 +97,9 @@ def run(folder: Path, syscalls: StepSyscalls, ledger: Ledger) -> dict[str, int]:
     return dict(faults + Counter(tier.stats().faults))
 
 
-def recovered(folder: Path, *, sound: bool = True) -> tuple[NvmeTier, dict[int, RowId]]:
+def recovered(folder: Path, *, sound: bool = True, cap: int = CAP) -> tuple[NvmeTier, dict[int, RowId]]:
     """Reopen on a healthy machine; every recovered row must read back with its own bytes or not at all."""
-    tier = open_tier(folder, StepSyscalls(folder, CAP))
+    tier = open_tier(folder, StepSyscalls(folder, cap), cap)
     found = {item.slot: item.row for item in tier.recover()}
     statuses = read_back(tier, np.array(list(found), dtype=np.int32), list(found.values()))
     if sound:
@@ -270,7 +270,7 @@ def test_the_power_fails_right_after_a_restart(tmp_path: Path, cap: int) -> None
             pass
         syscalls.kill()
         syscalls.lose()
-        tier, found = recovered(folder)
+        tier, found = recovered(folder, cap=cap)
         assert found == ledger.held, step
         tier.close()
         if names:
