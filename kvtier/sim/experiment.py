@@ -7,8 +7,6 @@ Belady are replayed for it whether asked for or not, once for each (trace, seed,
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +14,6 @@ from typing import Protocol
 
 import msgspec
 
-import kvtier.place
 from kvtier.errors import ConfigError
 from kvtier.place.policy import make_policy, policy_names
 from kvtier.sim.compiled import CompiledTrace
@@ -25,10 +22,6 @@ from kvtier.sim.rivals import RIVALS, Belady
 from kvtier.sim.traces import TraceRequest
 
 SMALLEST_GAP = 0.005
-
-# A policy registers itself when its module is imported; every one in `place` can be replayed.
-for _module in pkgutil.iter_modules(kvtier.place.__path__, "kvtier.place."):
-    importlib.import_module(_module.name)
 
 
 class RequestSource(Protocol):
