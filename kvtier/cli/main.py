@@ -7,6 +7,7 @@ import sys
 import typer
 
 from kvtier import __version__
+from kvtier.cli import config
 from kvtier.cli.analyze import analyze
 from kvtier.cli.replay import replay
 from kvtier.cli.size import size
@@ -30,6 +31,7 @@ def version() -> None:
 app.command()(replay)
 app.command()(analyze)
 app.command()(size)
+app.add_typer(config.app, name="config")
 
 
 def main() -> None:
@@ -39,3 +41,7 @@ def main() -> None:
     except KVTierError as error:
         typer.echo(f"kvtier: {error}", err=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

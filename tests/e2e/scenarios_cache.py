@@ -155,6 +155,22 @@ def reset_everything(model: str, kvtier: dict[str, Any], engine: dict[str, Any])
     }
 
 
+def two_ranks(model: str, kvtier: dict[str, Any] | None, engine: dict[str, Any]) -> dict[str, Any]:
+    """Tensor parallelism: each prompt computed, then asked again after the device cache was reset."""
+    llm = start_engine(model, kvtier=kvtier, tensor_parallel_size=2, **engine)
+    prompts = [prompt_tokens(i, 200 + 17 * i) for i in range(4)]
+    first = answers(ask(llm, prompts))
+    if kvtier is not None:
+        settle(llm)
+    llm.reset_prefix_cache()
+    again = ask(llm, prompts)
+    result = {"first": first, "again": answers(again), "cached": cached_tokens(again)}
+    if kvtier is not None:
+        cache = settle(llm)
+        result |= {"leases": cache.leases(), "row_bytes": cache.memory.row_bytes}
+    return result
+
+
 def start_badly(model: str, kvtier: dict[str, Any], engine: dict[str, Any]) -> str:
     """Start with a configuration that cannot work; returns the error."""
     try:

@@ -106,6 +106,17 @@ def test_after_a_reset_nothing_is_found(run: RunScenario, tmp_path: Path, tiny_l
     assert (result["leases"], result["pinned"], result["unowned"]) == (0, 0, 0)
 
 
+def test_two_ranks_share_one_row_and_one_decision(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    """Ranks only move bytes: residency is decided once (LMCache#1379)."""
+    plain = run(scenarios.two_ranks, model=tiny_llama, kvtier=None, engine=POOL)
+    found = run(scenarios.two_ranks, model=tiny_llama, kvtier=options(tmp_path), engine=POOL)
+    assert found["first"] == found["again"] == plain["first"]
+    assert found["cached"] == [(200 + 17 * i) // 32 * 32 for i in range(4)]
+    assert found["leases"] == 0
+    again = run(scenarios.two_ranks, model=tiny_llama, kvtier=options(tmp_path), engine=POOL)
+    assert again["first"] == plain["first"], "a new process is served both halves of every row"
+
+
 def test_a_flipped_byte_is_recomputed_and_counted(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
     arguments = {"model": tiny_llama, "tokens": PROMPT_TOKENS, "kvtier": options(tmp_path), "engine": POOL}
     first = run(scenarios.serve_once, **arguments)
