@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,8 +22,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 class Observer(Protocol):
     """Told of what happens in the scheduler, on its thread. Must not raise and must be quick."""
 
-    def weights_changed(self, version: str | None) -> None:
-        """The weights were replaced, by ones of this version name if one was given."""
+    def weights_changed(self, version: str) -> None:
+        """The weights were replaced by ones of this version. Also told to an observer that comes after the change."""
         ...
 
     def prefilled(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -37,12 +38,15 @@ class Observer(Protocol):
 _observers: list[Observer] = []
 _applied = False
 _last_result_s = 0.0
+_weights = ""
 
 
 def watch(observer: Observer) -> None:
     """Tell `observer` from now on."""
     _observers.append(observer)
     _apply()
+    if _weights:
+        observer.weights_changed(_weights)
 
 
 def forget(observer: Observer) -> None:
@@ -52,9 +56,12 @@ def forget(observer: Observer) -> None:
 
 
 def weights_changed(result: Any, scheduler: Any, new_version: str | None = None) -> None:
-    """After `record_weight_version_change`, which every way of updating weights ends with."""
+    """After `record_weight_version_change`, which every way of updating weights ends with. Weights that were given no
+    name get one that never comes again."""
+    global _weights
+    _weights = new_version or uuid.uuid4().hex
     for observer in _observers:
-        observer.weights_changed(new_version)
+        observer.weights_changed(_weights)
 
 
 def step_ended(answer: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:

@@ -73,7 +73,7 @@ class KVTierEvictionStrategy(EvictionStrategy):
     def prefilled(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """Of no interest here."""
 
-    def weights_changed(self, version: str | None) -> None:
+    def weights_changed(self, version: str) -> None:
         """Of no interest here: SGLang flushes its tree itself."""
 
 

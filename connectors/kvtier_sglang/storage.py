@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -161,10 +160,10 @@ class KVTierStorage(HiCacheStorage):
 
     # --- told by hooks ------------------------------------------------------------------------------------------
 
-    def weights_changed(self, version: str | None) -> None:
+    def weights_changed(self, version: str) -> None:
         """The weights were changed under the server: nothing stored before is found again, unless they come back under
-        a version name that was given."""
-        self._space = updated_weights(self._base_space, version or uuid.uuid4().hex)
+        the same name."""
+        self._space = updated_weights(self._base_space, version)
         logger.info("kvtier: weights changed, key space %s from here on", self._space.digest.hex()[:12])
 
     def prefilled(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
