@@ -75,7 +75,9 @@ class StorageCache:
         self._generation = 0
         self._closed = False
         for level, rows in zip(self.levels, recovered, strict=True):
-            self.recorder.add("kvtier_recovered_rows", rebuild(self.tree, level, rows), level.name)
+            # Rows whose head did not survive: nothing leads to them before it is written again, and then so are they.
+            kept = rebuild(self.tree, level, rows) - level.spare(level.residency.capacity_rows)
+            self.recorder.add("kvtier_recovered_rows", kept, level.name)
 
     # --- the engine's calls -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from tests.e2e.models import prompt_tokens
 from tests.sglang.conftest import StartServer, kvtier_storage
 from tests.sglang.server import PAGE_TOKENS, SGLangServer
 
-PROMPT_TOKENS = 1_200
+PROMPT_TOKENS = 1_210
 WHOLE = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 PAIRED_ROUNDS = 3
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from kvtier.config import CacheConfig
+from kvtier.errors import ConfigError, EngineMismatchError
 from kvtier_sglang import compat, identity
 from kvtier_sglang.above import PagesAbove
 from kvtier_sglang.options import cache_config
 from kvtier_sglang.pages import HostPages
-
-from kvtier.config import CacheConfig
-from kvtier.errors import ConfigError, EngineMismatchError
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
 GIVEN = {"backend_name": "kvtier", "module_path": "kvtier_sglang", "class_name": "KVTierStorage", "interface_v1": 1}
