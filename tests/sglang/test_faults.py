@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
-from kvtier.tiers.nvme.io import BLOCK
 from tests.e2e.models import prompt_tokens
+from tests.nvme_damage import flip_a_bit, flip_bit_at
 from tests.sglang.conftest import StartServer, kvtier_storage
 from tests.sglang.server import PAGE_TOKENS, SGLangServer
 
@@ -56,27 +55,9 @@ class Backend:
         """Damage the `page`-th page that was written."""
         if self.name == "file":
             path = sorted(self.folder.glob("*.bin"), key=lambda found: found.stat().st_mtime_ns)[page]
-            offset = path.stat().st_size // 2
+            flip_bit_at(path, path.stat().st_size // 2 + 3)
         else:
-            (path,) = self.folder.glob("*.slab")
-            offset = BLOCK + 2 * page * slot_bytes(path) + 64
-        with path.open("r+b") as file:
-            file.seek(offset)
-            byte = file.read(1)
-            file.seek(offset)
-            # The sign and the exponent of a float: a single bit, but not one that rounding would hide.
-            file.write(bytes([byte[0] ^ 0x40]))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def slot_bytes(slab: Path) -> int:
-    """Bytes of a slot, as the slab's first block says."""
-    from kvtier.tiers.nvme.format import Superblock
-
-    _, found = Superblock.parse(slab.read_bytes()[:BLOCK])
-    assert found is not None
-    return found.slot_bytes
+            flip_a_bit(self.folder, 2 * page)
 
 
 @pytest.mark.timeout(1_800)

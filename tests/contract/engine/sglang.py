@@ -1,0 +1,54 @@
+"""SGLang under the engine contract: the real server on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.contract.engine.harness import Answer
+from tests.e2e.models import tiny_llama
+from tests.sglang.conftest import kvtier_storage
+from tests.sglang.server import PAGE_TOKENS, SGLangServer
+
+ROWS_OF_A_PAGE = 2
+
+
+class SGLangUnderTest:
+    """An `EngineUnderTest`. HiCache's own levels are flushed before each question, so that only kvtier can help."""
+
+    block_tokens = PAGE_TOKENS
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.nvme_path = folder / "nvme"
+        self._start()
+
+    def answer(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> Answer:
+        self._server.flush()
+        fields = {"cache_salt": tenant} if tenant else {}
+        fields |= {"extra_key": adapter} if adapter else {}
+        answer = self._server.generate(prompt, **fields)
+        details = answer["meta_info"].get("cached_tokens_details") or {}
+        return Answer(answer["output_ids"], int(details.get("storage") or 0))
+
+    def wait_stored(self, prompt: Sequence[int]) -> None:
+        rows = ROWS_OF_A_PAGE * (len(prompt) // PAGE_TOKENS)
+        self._rows_stored += rows
+        self._server.wait_stored(self._rows_stored)
+
+    def counters(self) -> dict[str, float]:
+        return self._server.metrics()
+
+    def restart(self) -> None:
+        self._server.stop()
+        self._start()
+
+    def clear(self) -> None:
+        self._server.request("POST", "/hicache/storage-backend/clear")
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def _start(self) -> None:
+        self._server = SGLangServer(tiny_llama(), self._folder, storage=kvtier_storage(self.nvme_path))
+        self._rows_stored = 0
