@@ -70,15 +70,18 @@ class AdmitByValue:
         prices: Prices | None = None,
         shielded_s: float = 60.0,
         horizon_s: float = 4 * _HOUR_S,
+        hold_s: float = _HOUR_S,
     ) -> None:
         """`recompute_s(start, stop)`: seconds to compute those tokens of a prompt. A return within `shielded_s` is
-        served by a faster tier and earns nothing here; none is expected after `horizon_s`."""
+        served by a faster tier and earns nothing here; none is expected after `horizon_s`. `hold_s`: how long what is
+        written stays on average; `shielded_s` and `hold_s` are the tiers' eviction ages, for the owner to keep up."""
         self._forecast = forecast
         self._block_bytes = block_bytes
         self._recompute_s = recompute_s
         self._prices = prices or Prices()
         self.shielded_s = shielded_s
         self._horizon_s = horizon_s
+        self.hold_s = hold_s
         self.busy = 0.0  # share of GPU time in use, kept up to date by the owner
         self._decided: dict[int, bool] = {}
         tree.listen(self)
@@ -102,7 +105,7 @@ class AdmitByValue:
         """The reuse probability above which a chain of so many tokens is admitted: the tier's implied threshold."""
         blocks = tokens / self._forecast.block_tokens
         saved = self._prices.compute(self._recompute_s(start_token, start_token + tokens)) / (1.0 - min(self.busy, 0.9))
-        cost = self._prices.write(blocks * self._block_bytes, self._horizon_s)
+        cost = self._prices.write(blocks * self._block_bytes, self.hold_s)
         return cost / saved if saved > 0 else float("inf")
 
     def _is_worth_it(self, first: Segment, last: Segment, now: float) -> bool:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvtier.model.request import BlockType, InputType, StopReason, Transition
 
-ROW_WIDTH = 15
+ROW_WIDTH = 14
 UNIT_TOKENS = 512
 
 _STOPS = len(StopReason)
@@ -40,7 +40,6 @@ _GROUPS = (
     ("shared_turn", 2 * TURNS),
     ("gap_ewma", GAPS * GAPS),
     ("stop_input_output", _STOPS * _INPUTS * OUTPUTS),
-    ("cross", _STOPS * GAPS * TURNS * OUTPUTS),
     ("role", _BLOCK_TYPES * _TRANSITIONS),
     ("tool", GAPS),
     ("tail", 1),
@@ -65,8 +64,8 @@ PAD = _total
 FEATURES = _total + 1
 BIASES = (OFFSETS["visit"], OFFSETS["tail"], OFFSETS["run"])
 
-(_STOP_INPUT, _STOP_GAP, _STOP_EWMA, _STOP_TURN, _INPUT, _OUTPUT, _NEW, _AGE, _SHARED, _GAP_EWMA, _SIO, _CROSS) = (
-    OFFSETS[name] for name, _ in _GROUPS[1:13]
+(_STOP_INPUT, _STOP_GAP, _STOP_EWMA, _STOP_TURN, _INPUT, _OUTPUT, _NEW, _AGE, _SHARED, _GAP_EWMA, _SIO) = (
+    OFFSETS[name] for name, _ in _GROUPS[1:12]
 )
 _RUN_STOP_AT = 6  # its place in a run's row
 _ROLE, _TOOL = OFFSETS["role"], OFFSETS["tool"]
@@ -81,7 +80,7 @@ class FeatureSet:
     gaps: bool = True
     turns: bool = True
     sharing: bool = True
-    roles: bool = True
+    roles: bool = False  # shows no gain beyond stop reason and input type (docs/forecast.md)
     tools: bool = True
 
 
@@ -164,7 +163,6 @@ def visit_row(facts: VisitFacts, use: FeatureSet) -> list[int]:
         _SHARED + shared * TURNS + turn,
         _GAP_EWMA + gap * GAPS + ewma,
         _SIO + stop_input * OUTPUTS + n_output,
-        _CROSS + ((stop * GAPS + gap) * TURNS + turn) * OUTPUTS + n_output,
         _ROLE + role if role else PAD,
         _TOOL + tool if tool else PAD,
     ]

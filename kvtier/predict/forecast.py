@@ -32,8 +32,10 @@ from kvtier.predict.tool_chain import ToolChain
 
 _LEARN_BATCH = 64
 _LEARN_LIMIT = 256
-_ANSWERS_AT_ONCE = 8
+_ANSWERS_AT_ONCE = 16
+_FEW = 16  # segments
 _EDGES_S: list[float] = EDGES.tolist()
+_REQUESTS_PER_SCAN = 8  # at least; worth never waits for a scan, only learning does
 _SCANNED_PER_REQUEST = 2048  # subjects; the scan runs as seldom as keeps its cost per request below this
 RUNNING_WORTH = 1e30  # of a segment whose request has not ended
 
@@ -126,18 +128,13 @@ class Forecast:
             self._describe_run(run, arrival.branched, now)
 
     def worth_of(self, segment_id: int, now: float) -> float:
-        """The worth of one segment: the same as `worth`, sooner."""
-        subjects, s = self.subjects, int(self.sessions.owner[segment_id])
-        age = now - float(subjects.since_s[s])
-        bucket = bisect_right(_EDGES_S, age) - 1
-        if bucket != subjects.curve_bucket[s] or bucket >= BUCKETS or subjects.running[s] or not self.options.age:
-            return float(self.worth(np.array([segment_id], np.int32), now)[0])
-        start, end = float(subjects.worth_start[s]), float(subjects.worth_end[s])
-        low = _EDGES_S[bucket]
-        return start + (end - start) * ((age - low) / (_EDGES_S[bucket + 1] - low))
+        """The worth of one segment: the same as `worth`."""
+        return self._worth_of_few([segment_id], now)[0]
 
     def worth(self, segments: npt.NDArray[np.int32], now: float) -> Float:
         """Expected hits per block second of each segment (by id) with the best stopping time."""
+        if len(segments) <= _FEW:
+            return np.array(self._worth_of_few(segments.tolist(), now))
         subjects = self.subjects
         s = self.sessions.owner[segments]
         age = now - subjects.since_s[s]
@@ -224,7 +221,7 @@ class Forecast:
 
     def _advance(self, now: float) -> None:
         self._requests_since_scan += 1
-        if self._requests_since_scan * _SCANNED_PER_REQUEST >= self.subjects.limit:
+        if self._requests_since_scan >= max(_REQUESTS_PER_SCAN, self.subjects.limit // _SCANNED_PER_REQUEST):
             self._scan(now)
         self._learn(_LEARN_BATCH)
 
@@ -282,6 +279,32 @@ class Forecast:
             for column in (self._rows, self._buckets, self._outcomes):
                 column[:rest] = column[done : self._pending].copy()
             self._pending = rest
+
+    def _worth_of_few(self, segments: list[int], now: float) -> list[float]:
+        """What `worth` does, for so few segments that array operations would cost more than the work."""
+        subjects, owner = self.subjects, self.sessions.owner
+        since, fresh = subjects.since_s.item, subjects.curve_bucket.item
+        asked: list[tuple[int, float, int]] = []
+        stale: dict[int, int] = {}
+        for i in segments:
+            s = owner.item(i)
+            age = now - since(s) if self.options.age else 0.0
+            bucket = min(bisect_right(_EDGES_S, age), BUCKETS) - 1
+            asked.append((s, age, bucket))
+            if fresh(s) != bucket:
+                stale[s] = bucket
+        if stale:
+            self._refresh(np.array(list(stale), np.int32), np.array(list(stale.values())))
+        start, end, running = subjects.worth_start.item, subjects.worth_end.item, subjects.running.item
+        worths: list[float] = []
+        for s, age, bucket in asked:
+            if running(s):
+                worths.append(RUNNING_WORTH)
+                continue
+            low, high = _EDGES_S[bucket], _EDGES_S[bucket + 1]
+            worth = start(s) + (end(s) - start(s)) * min((age - low) / (high - low), 1.0)
+            worths.append(worth * LAST_EDGE_S / age if age > LAST_EDGE_S else worth)
+        return worths
 
     def _refresh(self, stale: npt.NDArray[np.int32], bucket: Int) -> None:
         """Compute the worths of these subjects at the edges of the buckets they are in now."""

@@ -88,6 +88,18 @@ def test_worth_is_the_interpolated_index() -> None:
         assert server.forecast.worth_of(leaf.id, 1e4 + age) == pytest.approx(server.worth(leaf, 1e4 + age))
 
 
+def test_few_and_many_segments_are_worth_the_same() -> None:
+    server = Server()
+    agents(server, 6, 80)
+    ids = np.array([segment.id for segment in server.tree.segments()], np.int32)
+    assert len(ids) > 50
+    for now in (5e3, 2e4, 1e6):
+        together = server.forecast.worth(ids, now)
+        assert together == pytest.approx([server.forecast.worth_of(int(i), now) for i in ids])
+    server.forecast.options = ForecastOptions(age=False)
+    assert server.forecast.worth(ids, 2e4) == pytest.approx([server.forecast.worth_of(int(i), 2e4) for i in ids])
+
+
 def test_running_requests_are_worth_most_and_old_ones_ever_less() -> None:
     server = Server()
     path = server.tree.insert(np.array([1, 2], np.uint16).tobytes())
