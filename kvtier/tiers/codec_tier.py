@@ -10,8 +10,9 @@ GIL. Slots are the inner tier's own. What was written by another codec, model or
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,8 +22,6 @@ from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError, Not
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, Tier, TierProbe, TierStats
-
-FirstToken = Callable[[RowId], int | None]
 
 _BATCH_BYTES = 16 << 20  # of encoded rows held at once by one thread
 _PROBE_ROWS = 3
@@ -42,16 +41,56 @@ def codec_identity(codecs: RowCodec | Mapping[int, RowCodec]) -> str:
     )
 
 
-def first_of_prompt(row: RowId) -> int | None:
-    """Position of a row's first token as far as its identity tells: 0 for the first block of a prompt."""
-    return None if row.parent else 0
+class ChainPositions:
+    """Where in its prompt each row of a tier lies, learned from the parents named in row identities. Thread-safe.
+
+    Parents come before children (`Tier.recover` and every writer see to that), so a child's place is its parent's plus
+    one block. About 250 bytes a row that is held; a row whose parent was never seen has no position.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[bytes, list[int]] = {}  # key -> [blocks before it, slots that hold it]
+        self._keys: dict[int, bytes] = {}
+
+    def learn(self, slot: int, row: RowId) -> int | None:
+        """Note that `slot` holds `row`; how many blocks of its prompt come before it, None if not known."""
+        with self._lock:
+            if row.parent:
+                before = self._places.get(row.parent)
+                place = None if before is None else before[0] + 1
+            else:
+                place = 0
+            if place is None:
+                return None
+            self._drop(slot)
+            self._places.setdefault(row.key, [place, 0])[1] += 1
+            self._keys[slot] = row.key
+            return place
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Note that slots were released."""
+        with self._lock:
+            for slot in slots:
+                self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
+        key = self._keys.pop(slot, None)
+        if key is not None:
+            entry = self._places[key]
+            entry[1] -= 1
+            if not entry[1]:
+                del self._places[key]
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class CodecTier:
     """A `Tier` around a `Tier`; see the module docstring.
 
-    `codecs` is one codec, or one for each KV-cache group. `first_token` tells the absolute position of a row's first
-    token; recipe M wants it, the others only need to know first blocks, which the default does.
+    `codecs` is one codec, or one for each KV-cache group. Recipes D and M encode best at a known absolute position; the
+    tier learns it from the chain of parents.
     """
 
     def __init__(
@@ -60,7 +99,6 @@ class CodecTier:
         codecs: RowCodec | Mapping[int, RowCodec],
         *,
         row_bytes: int | None = None,
-        first_token: FirstToken = first_of_prompt,
     ) -> None:
         """`row_bytes` is the size of rows given and taken, by default that of the codecs' form; longer rows are allowed
         (engines pad groups to one size), what lies beyond the form is not kept. Raises ConfigError if sizes clash."""
@@ -74,7 +112,7 @@ class CodecTier:
         self.name = inner.name
         self.lossless = all(codec.lossless for codec in every)
         self.inner = inner
-        self._first_token = first_token
+        self._positions = ChainPositions()
         self._scratch = Scratch()
         self._meter = Meter()
         self._batch_rows = max(1, _BATCH_BYTES // inner.row_bytes)
@@ -86,10 +124,14 @@ class CodecTier:
     def release(self, slots: Slots) -> None:
         """See Tier.release."""
         self.inner.release(slots)
+        self._positions.forget(slots.tolist())
 
     def recover(self) -> list[RecoveredRow]:
         """See Tier.recover. Rows of another codec are among them and turn out FOREIGN when read."""
-        return self.inner.recover()
+        found = self.inner.recover()
+        for slot, row in found:
+            self._positions.learn(slot, row)
+        return found
 
     def close(self) -> None:
         """See Tier.close."""
@@ -166,8 +208,10 @@ class CodecTier:
                 statuses[i] = RowStatus.FOREIGN
                 continue
             codec = self._codec_of(row.group)
+            place = self._positions.learn(int(slots[i]), row)
+            first_token = None if place is None else place * codec.form.tokens
             try:
-                size = codec.encode(source[: codec.form.row_bytes], buffers[i], self._first_token(row))
+                size = codec.encode(source[: codec.form.row_bytes], buffers[i], first_token)
             except NotEncodableError as error:
                 self._meter.fault(error.reason)
                 statuses[i] = RowStatus.FULL

@@ -189,17 +189,21 @@ class DramTier:
 
     def _write_row(self, slot: int, row: RowId, source: memoryview) -> None:
         held = self._row_array(slot)
-        if address_of(source) != address_of(held):
+        if not self._is_row(source, held):
             np.copyto(held, np.frombuffer(source, dtype=np.uint8))
         if self.checksums:
             self._sums[slot] = checksum64(self.row(slot))
         self._tags[slot] = tag_of(row)
 
+    def _is_row(self, buffer: memoryview, held: npt.NDArray[np.uint8]) -> bool:
+        """Whether `buffer` is the row itself. Only a view that came from `row` can be: that is cheap to tell."""
+        return buffer.obj is self._view.obj and address_of(buffer) == address_of(held)
+
     def _read_row(self, slot: int, row: RowId, target: memoryview) -> RowStatus:
         if int(self._tags[slot]) != tag_of(row):
             return RowStatus.FOREIGN
         held = self._row_array(slot)
-        if address_of(target) != address_of(held):
+        if not self._is_row(target, held):
             np.copyto(np.frombuffer(target, dtype=np.uint8), held)
         if self.checksums and int(self._sums[slot]) != checksum64(target):
             return RowStatus.CORRUPT

@@ -256,21 +256,21 @@ def test_a_new_tier_has_nothing_to_recover(tier: Tier) -> None:
 
 def test_threads_move_disjoint_slots_side_by_side(make_tier: MakeTier) -> None:
     tier = make_tier(40_000)
-    failures: list[str] = []
     shares = [tier.reserve(6) for _ in range(4)]
+    failures: list[str] = []
+    start = threading.Barrier(4)
 
     def work(worker: int) -> None:
-        slots = shares[worker]
+        slots, rows = shares[worker], chain_rows(6, worker)
         assert slots is not None
-        for round_ in range(8):
-            rows = chain_rows(3, seed=100 * worker + round_)
-            part = slots[:3] if round_ == 0 else None
-            if part is not None:
-                if tier.write(part, rows, [payload_of(row, tier.row_bytes) for row in rows]) != [RowStatus.OK] * 3:
-                    failures.append(f"write of {worker}")
-                kept = rows
-            if not holds(tier, slots[:3], kept):
-                failures.append(f"read of {worker} in round {round_}")
+        start.wait()
+        for first in (0, 3):
+            part = slice(first, first + 3)
+            payloads = [payload_of(row, tier.row_bytes) for row in rows[part]]
+            if tier.write(slots[part], rows[part], payloads) != [RowStatus.OK] * 3:
+                failures.append(f"write of {worker}")
+            if not all(holds(tier, slots[: first + 3], rows[: first + 3]) for _ in range(4)):
+                failures.append(f"read of {worker}")
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
     for thread in threads:
@@ -278,3 +278,4 @@ def test_threads_move_disjoint_slots_side_by_side(make_tier: MakeTier) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+    assert tier.stats().written_bytes == 24 * tier.row_bytes

@@ -21,7 +21,7 @@ from kvtier.tiers.nvme import NvmeTier, journal
 from kvtier.tiers.protocol import RowId, RowStatus
 
 ROW_BYTES = 5_000
-CAP = 1_500_000
+CAP = 800_000
 ROUNDS = 200 if os.environ.get("KVTIER_SOAK") else 40
 
 
@@ -105,18 +105,24 @@ def work_until_killed(folder: Path, notes_path: Path, round_: int) -> None:
                 evict(draw.randint(1, 10))
 
 
-def killed_child(folder: Path, notes: Path, round_: int, lives_s: float) -> int:
-    """Run the child for `lives_s`, kill it; returns the most bytes seen on the medium meanwhile."""
+def killed_child(folder: Path, notes: Path, round_: int, draw: random.Random) -> int:
+    """Run the child and kill it; returns the most bytes seen on the medium meanwhile.
+
+    One in four is killed soon, most likely while it opens the tier; the others after a random amount of work, however
+    long a busy machine takes for it.
+    """
     child = os.fork()
     if child == 0:
         try:
             work_until_killed(folder, notes, round_)
         finally:
             os._exit(1)
-    most, end_s = 0, time.monotonic() + lives_s
-    while time.monotonic() < end_s:
+    lines = 0 if draw.random() < 0.25 else draw.randint(20, 160)
+    most, give_up_s = 0, time.monotonic() + 30
+    while notes.read_bytes().count(b"\n") < lines and time.monotonic() < give_up_s:
         most = max(most, occupied(folder))
-        time.sleep(0.002)
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.05 if lines == 0 else 0.005))
     os.kill(child, signal.SIGKILL)
     _, state = os.waitpid(child, 0)
     assert os.WIFSIGNALED(state), "the child failed before it was killed"
@@ -125,19 +131,21 @@ def killed_child(folder: Path, notes: Path, round_: int, lives_s: float) -> int:
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_SPARE_RECORDS", 16)  # a small journal is compacted often
+    monkeypatch.setattr(journal, "_SPARE_RECORDS", 16)  # a small journal, compacted early: it is nearly always at it
+    monkeypatch.setattr(journal, "_COMPACT_FROM", 0.4)
     folder = tmp_path / "tier"
     folder.mkdir()
     draw = random.Random(11)
     held: dict[int, RowId] = {}
-    published = compacted = 0
+    published = compacted = interrupted = 0
     for round_ in range(ROUNDS):
         notes = tmp_path / f"notes-{round_}"
         notes.touch()
-        assert killed_child(folder, notes, round_, draw.uniform(0.03, 0.35)) <= CAP
+        assert killed_child(folder, notes, round_, draw) <= CAP
         promised = Notes.replay(notes, held)
         published += notes.read_text().count("published")
         compacted += notes.read_text().count("compacted")
+        interrupted += bool(list(folder.glob("*.tmp")))
 
         tier = open_tier(folder)
         found = {item.slot: item.row for item in tier.recover()}
@@ -152,5 +160,6 @@ def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tier.close()
         assert occupied(folder) <= CAP
         held = {slot: found[slot] for slot in usable}
-    assert published > 50 * ROUNDS
-    assert compacted > ROUNDS // 4
+    assert published > 15 * ROUNDS
+    print(f"{ROUNDS} kills: {published} rows published, {compacted} compactions done, {interrupted} interrupted")
+    assert compacted + interrupted > ROUNDS // 10

@@ -44,6 +44,7 @@ from kvtier.tiers.protocol import Slots
 Records = npt.NDArray[np.void]
 _CHECKED_BYTES = RECORD_BYTES - 8
 _SPARE_RECORDS = 1024
+_COMPACT_FROM = 0.75
 _WAIT_S = 30.0
 
 
@@ -198,7 +199,7 @@ class Journal:
 
     def _schedule(self) -> None:
         """Compact in the background once three quarters are written. Called with the lock held."""
-        if self._compacting is None and self._end >= max(self._retry_at, self._capacity * 3 // 4):
+        if self._compacting is None and self._end >= max(self._retry_at, int(self._capacity * _COMPACT_FROM)):
             self._compacting = threading.Thread(target=self.compact, name="kvtier-journal", daemon=True)
             self._compacting.start()
 
