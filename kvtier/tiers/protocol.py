@@ -81,13 +81,15 @@ class Tier(Protocol):
         ...
 
     def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
-        """Write and publish reserved slots from buffers of `row_bytes`. Blocks. Raises nothing: one status a row.
-        A row that is not OK is unpublished; its slot stays reserved until released."""
+        """Write and publish reserved slots from buffers of `row_bytes`. Blocks. One status a row; raises only
+        IntegrityError for a caller's bug: slots not reserved, keys or buffers of a wrong size. A row that is not OK is
+        unpublished; its slot stays reserved until released."""
         ...
 
     def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
-        """Read published slots into buffers of `row_bytes`, verifying identity and checksum. Blocks. Raises nothing.
-        The content of a target whose status is not OK is undefined."""
+        """Read published slots into buffers of `row_bytes`, verifying identity and checksum. Blocks. Raises only
+        IntegrityError for keys or buffers of a wrong size. A slot that holds nothing, or another row, is FOREIGN. The
+        content of a target whose status is not OK is undefined."""
         ...
 
     def release(self, slots: Slots) -> None:
