@@ -1,4 +1,8 @@
-"""The candidates for eviction by worth: all held leaves while they are few, a sample of them beyond."""
+"""The candidates for eviction by worth: all held leaves while they are few, a sample of them beyond.
+
+A sample is drawn anew each round and joined by the cheapest of the rounds before and by the newest leaves, so that what
+is cheap is found soon and the tail just inserted always competes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,11 @@ from kvtier.predict.forecast import Forecast
 
 EXACT_LEAVES = 512  # up to here every leaf is scored
 SAMPLED_LEAVES = 192
-_REMEMBERED = 64  # cheap ones of the last round, drawn again
-_BATCH = 32
+_REMEMBERED = 64  # cheapest of the last round
+_NEWEST = 8
+_SORTED_AT_ONCE = 32
+
+Ids = npt.NDArray[np.int32]
 
 
 class LeafSample:
@@ -24,29 +31,39 @@ class LeafSample:
         self._forecast = forecast
         self._residency = residency
         self._random = np.random.default_rng(seed)
-        self._remembered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._remembered: list[int] = []
 
     def key_of(self, segment_id: int, now: float) -> Key:
         """Its place in the order of eviction."""
         return (self._forecast.worth_of(segment_id, now),)
 
     def draw(self, now: float) -> tuple[Iterator[tuple[Key, int]], Callable[[int], Key]]:
-        """The candidates, least worth first, and the key function for parents that join them."""
+        """The leaves, least worth first, and the key function for parents that join them. Beyond EXACT_LEAVES the
+        sample comes first, and everything else only if the sample was not enough."""
         return self._ordered(now), lambda i: self.key_of(i, now)
 
     def _ordered(self, now: float) -> Iterator[tuple[Key, int]]:
-        candidates = self._candidates()
-        worth = self._forecast.worth(candidates, now)
-        order = np.argsort(worth, kind="stable") if len(worth) <= 2 * _BATCH else np.argpartition(worth, _BATCH)
-        if len(worth) > 2 * _BATCH:
-            head, tail = order[:_BATCH], order[_BATCH:]
-            order = head[np.argsort(worth[head], kind="stable")]
-        else:
-            tail = order[:0]
-        for n in order.tolist():
-            yield (float(worth[n]),), int(candidates[n])
-        for n in tail[np.argsort(worth[tail], kind="stable")].tolist():
-            yield (float(worth[n]),), int(candidates[n])
+        leaves = self._residency.leaves.copy()
+        if len(leaves) <= EXACT_LEAVES:
+            yield from self._cheapest_first(leaves, now)
+            return
+        sample = self._sample(leaves)
+        yield from self._cheapest_first(sample, now, remember=True)
+        yield from self._cheapest_first(np.setdiff1d(leaves, sample, assume_unique=True), now)
 
-    def _candidates(self) -> npt.NDArray[np.int32]:
-        return self._residency.leaves.copy()
+    def _cheapest_first(self, ids: Ids, now: float, remember: bool = False) -> Iterator[tuple[Key, int]]:
+        """Sorts a few at first: seldom more are asked for."""
+        worth = self._forecast.worth(ids, now)
+        few = min(len(ids), _SORTED_AT_ONCE)
+        part = np.argpartition(worth, few) if few < len(ids) else np.arange(len(ids))
+        if remember:
+            self._remembered = ids[np.argsort(worth)[:_REMEMBERED]].tolist()
+        for some in (part[:few], part[few:]):
+            for n in some[np.argsort(worth[some], kind="stable")].tolist():
+                yield (float(worth[n]),), int(ids[n])
+
+    def _sample(self, leaves: Ids) -> Ids:
+        drawn = leaves[self._random.integers(0, len(leaves), SAMPLED_LEAVES)]
+        still = [i for i in self._remembered if self._residency.is_leaf(i)]
+        sample: Ids = np.unique(np.concatenate([drawn, np.array(still, np.int32), leaves[-_NEWEST:]]))
+        return sample
