@@ -25,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests that start engines last: what is cheap to find is found first."""
-    items.sort(key=lambda item: "e2e" in item.path.relative_to(REPOSITORY).parts)
+    starts_engines = {"e2e", "sglang", "engine"}
+    items.sort(key=lambda item: not starts_engines.isdisjoint(item.path.relative_to(REPOSITORY).parts))
 
 
 @pytest.fixture(autouse=True)

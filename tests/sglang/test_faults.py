@@ -14,7 +14,7 @@ from tests.nvme_damage import flip_a_bit, flip_bit_at
 from tests.sglang.conftest import StartServer, kvtier_storage
 from tests.sglang.server import PAGE_TOKENS, SGLangServer
 
-PROMPT_TOKENS = 1_210
+PROMPT_TOKENS = 1_203  # whole pages, a few tokens and the answer: the answer fills no page of its own
 WHOLE = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 PAIRED_ROUNDS = 3
 
@@ -81,7 +81,8 @@ def test_beside_the_file_backend(start: StartServer, tiny_llama: Path, tmp_path:
                         assert hit.cached["storage"] == WHOLE
                         times[name].append(hit.ttft_s)
         assert written["kvtier"] <= written["file"], "the same pages, once each"
-        assert median(times["kvtier"]) <= 1.5 * median(times["file"]), times
+        # The fastest of six: what the machine does besides only ever adds. The margin is for a host of two busy cores.
+        assert min(times["kvtier"]) <= 1.25 * min(times["file"]), times
         for name, backend in backends.items():
             with backend:
                 backend.flip_a_bit(page=20)

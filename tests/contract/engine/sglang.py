@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,17 +25,18 @@ class SGLangUnderTest:
         self._start()
 
     def answer(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> Answer:
-        self._server.flush()
+        self._server.flush()  # waits for what runs and drops what waits, so no earlier store is counted from here on
+        self._rows_before = self._settled_rows()
         fields = {"cache_salt": tenant} if tenant else {}
         fields |= {"extra_key": adapter} if adapter else {}
         answer = self._server.generate(prompt, **fields)
         details = answer["meta_info"].get("cached_tokens_details") or {}
-        return Answer(answer["output_ids"], int(details.get("storage") or 0))
+        self._from_kvtier = int(details.get("storage") or 0)
+        return Answer(answer["output_ids"], self._from_kvtier)
 
     def wait_stored(self, prompt: Sequence[int]) -> None:
-        rows = ROWS_OF_A_PAGE * (len(prompt) // PAGE_TOKENS)
-        self._rows_stored += rows
-        self._server.wait_stored(self._rows_stored)
+        pages = len(prompt) // PAGE_TOKENS - self._from_kvtier // PAGE_TOKENS
+        self._server.wait_stored(self._rows_before + ROWS_OF_A_PAGE * pages)
 
     def counters(self) -> dict[str, float]:
         return self._server.metrics()
@@ -51,4 +53,14 @@ class SGLangUnderTest:
 
     def _start(self) -> None:
         self._server = SGLangServer(tiny_llama(), self._folder, storage=kvtier_storage(self.nvme_path))
-        self._rows_stored = 0
+
+    def _settled_rows(self) -> float:
+        """Rows stored so far, once the server has exported all it counted (twice a second)."""
+        rows = -1.0
+        while True:
+            found = self._server.metrics()
+            now = sum(value for key, value in found.items() if key.startswith("kvtier_blocks_stored_total"))
+            if now == rows:
+                return now
+            rows = now
+            time.sleep(0.8)
