@@ -81,7 +81,7 @@ class Level:
         """Reserve `rows` slots, evicting by the policy where needed. None, and nothing evicted beyond what the policy
         named, if there is no room."""
         slots = self.tier.reserve(rows)
-        if slots is not None:
+        if slots is not None or rows > self.residency.capacity_rows:
             return slots
         # Rows reserved by stores still under way are neither free nor evictable: ask the tier, not the index.
         free = self.residency.capacity_rows - self.tier.stats().used_rows
@@ -161,6 +161,7 @@ class Level:
 
     def clear(self) -> int:
         """Forget every row. Rows under I/O are quarantined: free only when their copy has ended."""
+        self.spare(self.residency.capacity_rows)
         segments = [(s, self.residency.extent(s)) for s in self._tree.segments() if self.residency.extent(s)]
         slots = self.residency.clear()
         pinned = self.residency.is_pinned(slots)

@@ -59,6 +59,8 @@ class Storer:
         self._storing: set[tuple[bytes, int]] = set()
         self._writes: dict[str, deque[WriteThrough]] = {level.name: deque() for level in cache.lower}
         self._writing: dict[str, set[tuple[bytes, int]]] = {level.name: set() for level in cache.lower}
+        # Rows submitted and not yet published: a write that ended may still wait for one before it.
+        self._unlanded = dict.fromkeys(self._writing, 0)
         self._generation = 0
 
     def offer(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
@@ -147,31 +149,29 @@ class Storer:
         return np.empty(0, np.int32)
 
     def _write_through(self, chain: bytes, rows: Sequence[RowRef]) -> None:
-        """Queue copies of memory rows to every lower level that lacks them."""
+        """Queue copies of memory rows up to the last of `rows` to every lower level that lacks them: those refused
+        earlier, too, without which the new ones could not be published."""
         cache = self._cache
+        stop = max(row.block for row in rows) + 1
         match = cache.tree.walk(chain)
-        memory = cache.memory.residency.slots_of(match)
-        blocks = np.array([row.block for row in rows], np.intp)
-        groups = np.array([row.group for row in rows], np.intp)
-        inside = blocks < match.blocks
-        blocks, groups = blocks[inside], groups[inside]
+        memory = cache.memory.residency.slots_of(match)[:stop]
         for level in cache.lower:
-            there = level.residency.slots_of(match)[blocks, groups]
-            here = memory[blocks, groups]
-            mine = (there == ABSENT) & (here != ABSENT)
+            there = level.residency.slots_of(match)[:stop] != ABSENT
+            wanted = (memory != ABSENT) & ~there
             if self._writing[level.name]:
-                mine &= ~self._under_way(level, chain, blocks, groups)
-            if mine.any() and not cache.usable(level):
-                cache.recorder.add("kvtier_stores_refused", int(mine.sum()), level.name, "tier_down")
-            elif mine.any():
-                self._write(level, chain, blocks[mine], groups[mine], here[mine])
-
-    def _under_way(
-        self, level: Level, chain: bytes, blocks: npt.NDArray[np.intp], groups: npt.NDArray[np.intp]
-    ) -> npt.NDArray[np.bool_]:
-        writing = self._writing[level.name]
-        pairs = zip(blocks.tolist(), groups.tolist(), strict=True)
-        return np.array([(key_at(chain, block), group) in writing for block, group in pairs], np.bool_)
+                for block, group in np.argwhere(wanted).tolist():
+                    if (key_at(chain, block), group) in self._writing[level.name]:
+                        wanted[block, group], there[block, group] = False, True
+            for group in cache.closed_groups:
+                holes = np.flatnonzero(~(there | wanted)[:, group])
+                wanted[int(holes[0]) if holes.size else stop :] = False
+            if not wanted.any():
+                continue
+            blocks, groups = np.nonzero(wanted)
+            if cache.usable(level):
+                self._write(level, chain, blocks, groups, memory[blocks, groups])
+            else:
+                cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "tier_down")
 
     def _write(
         self,
@@ -182,15 +182,20 @@ class Storer:
         memory_slots: Slots,
     ) -> None:
         cache, n = self._cache, len(blocks)
-        backlog = cache.mover.bytes_waiting["write"]
-        if backlog + n * level.row_bytes > cache.config.store_backlog_bytes:
-            cache.recorder.add("kvtier_stores_refused", n, level.name, "backlog")
+        fits = max(0, cache.config.store_backlog_bytes // level.row_bytes - self._unlanded[level.name])
+        if n > fits:
+            cache.recorder.add("kvtier_stores_refused", n - fits, level.name, "backlog")
+            blocks, groups, memory_slots, n = blocks[:fits], groups[:fits], memory_slots[:fits], fits
+        if not n:
             return
+        # Leased first: what makes room below may take from memory what built on it.
+        source = cache.memory.book.take(memory_slots, f"write-through to {level.name}")
         slots = level.make_room(n)
         if slots is None:
+            source.release()
             cache.recorder.add("kvtier_stores_refused", n, level.name, "no_room")
             return
-        source = cache.memory.book.take(memory_slots, f"write-through to {level.name}")
+        self._unlanded[level.name] += n
         write = WriteThrough(level, chain, blocks, groups, source, self._generation)
         ids = [row_id(chain, int(b), int(g)) for b, g in zip(blocks, groups, strict=True)]
         views = [cache.memory_row(int(slot)) for slot in memory_slots]
@@ -203,6 +208,7 @@ class Storer:
         transfer = write.transfer
         assert transfer is not None
         write.source.release()
+        self._unlanded[write.level.name] -= len(transfer.rows)
         self._writing[write.level.name].difference_update((row.key, row.group) for row in transfer.rows)
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
         if write.generation != self._generation:
