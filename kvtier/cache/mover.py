@@ -182,9 +182,10 @@ class Mover:
             verb = transfer.tier.read if transfer.read else transfer.tier.write
             began = time.perf_counter()
             try:
-                statuses = verb(transfer.slots[part], transfer.rows[part], transfer.views[part])
+                answer = verb(transfer.slots[part], transfer.rows[part], transfer.views[part])
             except Exception:  # noqa: BLE001 - thread boundary: a tier that breaks its contract costs misses, not the engine
-                statuses = [RowStatus.IO_ERROR] * (chunk.stop - chunk.start)
+                answer = []
+            statuses = answer if len(answer) == len(statuses) else [RowStatus.IO_ERROR] * len(statuses)
             seconds = time.perf_counter() - began
         with self._lock:
             transfer.statuses[part] = statuses
