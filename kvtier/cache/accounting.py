@@ -23,13 +23,17 @@ class Accounting:
 
     def looked_up(self, request: CachedRequest, start: int) -> None:
         """A lookup was answered: the device had the first `start` blocks. A later load refines this."""
-        if request.load is None and (request.sources is None or set(request.sources) <= {"hbm"}):
+        if (
+            not request.started
+            and request.load is None
+            and (request.sources is None or set(request.sources) <= {"hbm"})
+        ):
             request.sources = {"hbm": start * self._cache.block_tokens}
             request.miss_from_block = start
 
     def loaded(self, request: CachedRequest, blocks: set[int]) -> None:
         """The engine loads these blocks now."""
-        if request.sources is None or set(request.sources) - {"hbm"}:
+        if not blocks or request.started or request.sources is None or set(request.sources) - {"hbm"}:
             return
         start, memory = request.miss_from_block, self._cache.memory.name
         loaded_from = {request.promoted_from.get(block, memory) for block in blocks}

@@ -42,6 +42,7 @@ class Promotion:
     memory_slots: Slots
     source: Lease
     waiters: list[CachedRequest]
+    void: bool = False
 
 
 class Loader:
@@ -65,12 +66,16 @@ class Loader:
         memory = cache.memory.residency.slots_of(match)
         where = np.full(memory.shape, -1, np.int8)
         lower = [level.residency.slots_of(match) for level in cache.lower]
+        down = np.zeros(memory.shape, np.bool_)
         for index in range(len(cache.lower) - 1, -1, -1):
             there = (lower[index] != ABSENT) & (memory == ABSENT)
-            if there[start:].any() and cache.usable(cache.lower[index]):
-                where[there] = index
+            if not request.refuses_to_wait and there[start:].any():
+                if cache.usable(cache.lower[index]):
+                    where[there] = index
+                else:
+                    down |= there
         in_memory = memory != ABSENT
-        coming = self._coming(request, match.blocks, start) & ~in_memory
+        coming = self._coming(request, in_memory, start)
         blocked = self._blocked(request, match.blocks)
         available = (in_memory | coming | (where >= 0)) & ~(blocked[:, None] & ~in_memory)
         if request.refuses_to_wait:
@@ -78,16 +83,20 @@ class Loader:
         stop = self._reach(available, start)
         if request.limit_blocks is not None:
             stop = min(stop, request.limit_blocks)
+        elif not request.started:
+            request.declined = 0
+            request.cut_reason = MissReason.TIER_DOWN if down[stop : stop + 1].any() else None
         needed = self._needed(available, start, stop)
         cut = self._gate(request, start, stop, needed & ~in_memory & ~coming, where, needed & in_memory)
         if cut.blocks < stop - start:
             request.declined = max(request.declined, stop - start - cut.blocks)
-            stop = start + cut.blocks if len(cache.window_groups) == 0 else start
+            stop = start + cut.blocks
             needed = self._needed(available, start, stop)
         request.limit_blocks = stop if request.limit_blocks is None else min(stop, request.limit_blocks)
         window = slice(start, stop)
         self._hold(request, memory[window][(available & in_memory)[window]])
         pending = needed & coming
+        self._join(request, pending)
         wanted = needed & ~in_memory & ~coming
         if wanted[window].any():
             pending |= self._promote(request, start, wanted, where, lower)
@@ -112,6 +121,9 @@ class Loader:
         level.observe_read(int(ok.sum()) * level.row_bytes, transfer.seconds)
         cache.note_transfer(level, transfer, "read")
         promotion.source.release()
+        if promotion.void:
+            cache.memory.tier.release(promotion.memory_slots)
+            return
         if (~ok).any():
             cache.memory.tier.release(promotion.memory_slots[~ok])
             self._forget_failed(promotion, transfer)
@@ -149,24 +161,27 @@ class Loader:
         """Everything in flight is for nobody: its rows are given back when the reads end."""
         for promotion in set(self._promoting.values()):
             promotion.waiters.clear()
+            promotion.void = True
+        self._promoting.clear()
 
     # --- planning -----------------------------------------------------------------------------------------------
 
-    def _coming(self, request: CachedRequest, blocks: int, start: int) -> Mask:
-        """Blocks another request (or this one) is promoting already; this one now waits for them too."""
-        coming = np.zeros((blocks, self._cache.groups), np.bool_)
-        if not self._promoting or request.refuses_to_wait:
-            return coming
-        for block in range(start, blocks):
-            key = key_at(request.chain, block)
-            for group in range(self._cache.groups):
-                promotion = self._promoting.get((key, group))
-                if promotion is not None:
-                    coming[block, group] = True
-                    if request not in promotion.waiters:
-                        promotion.waiters.append(request)
-                    request.awaited.add((block, group))
+    def _coming(self, request: CachedRequest, in_memory: Mask, start: int) -> Mask:
+        """Rows not in memory that another request (or this one) is promoting already."""
+        coming = np.zeros_like(in_memory)
+        if self._promoting and not request.refuses_to_wait:
+            for block, group in np.argwhere(~in_memory[start:]).tolist():
+                key = key_at(request.chain, start + block)
+                coming[start + block, group] = (key, group) in self._promoting
         return coming
+
+    def _join(self, request: CachedRequest, rows: Mask) -> None:
+        """Wait for rows that are on their way already."""
+        for block, group in np.argwhere(rows).tolist():
+            promotion = self._promoting[key_at(request.chain, block), group]
+            if request not in promotion.waiters:
+                promotion.waiters.append(request)
+            request.awaited.add((block, group))
 
     @staticmethod
     def _blocked(request: CachedRequest, blocks: int) -> Mask:
@@ -178,9 +193,10 @@ class Loader:
         return blocked
 
     def _reach(self, available: Mask, start: int) -> int:
-        """The furthest boundary up to which everything needed is available."""
+        """The furthest boundary up to which everything needed is available. The device may have blocks, generated
+        ones, of which the tree has not heard: `start` itself then."""
         cache = self._cache
-        stop = len(available)
+        stop = max(start, len(available))
         for group in cache.closed_groups:
             holes = np.flatnonzero(~available[start:stop, group])
             stop = start + int(holes[0]) if holes.size else stop
@@ -227,8 +243,14 @@ class Loader:
             rows = below[window] & (where[window] == index)
             if rows.any():
                 costs.append((level.curve(backlog), _cumulative(rows, level.row_bytes)))
+        # Windows were stored at the boundary only: no cut before it can be loaded.
         cut = choose_cut(
-            costs, cache.prefill, start * cache.block_tokens, cache.block_tokens, request.context.prompt_tokens
+            costs,
+            cache.prefill,
+            start * cache.block_tokens,
+            cache.block_tokens,
+            request.context.prompt_tokens,
+            whole=bool(cache.window_groups),
         )
         if request.limit_blocks is None:
             decision = "all" if cut.blocks == stop - start else "part" if cut.blocks else "none"

@@ -64,6 +64,7 @@ class CachedRequest:
     cut_reason: MissReason | None = None
     sources: dict[str, int] | None = None
     miss_from_block: int = 0
+    started: bool = False
     ended: bool = False
 
     @property

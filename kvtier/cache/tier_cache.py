@@ -127,16 +127,23 @@ class TierCache:
         Leases what it promises. Safe to call again: while nothing changed it answers from memory.
         """
         plan = request.plan
-        if plan is not None and plan.start == start:
+        if plan is not None and plan.start == start and plan.waiting:
             if request.awaited and not self._overdue(request):
                 return None
-            if not request.awaited and plan.epoch == self.epoch and not plan.waiting:
-                return plan
         elif plan is not None:
+            if plan.start == start and plan.epoch == self.epoch:
+                return plan
+            # Nobody came for what was offered, and things have changed: the gate decides anew.
             request.limit_blocks = None
         plan = self.loader.plan(request, start)
         self._accounting.looked_up(request, start)
         return None if plan.waiting else plan
+
+    def started(self, request: CachedRequest) -> None:
+        """The engine runs the request for the first time: where its prompt came from is settled. Whatever it looks up
+        later, after a preemption, is looked up afresh."""
+        request.started = True
+        request.limit_blocks = None
 
     def take_load(self, request: CachedRequest, rows: Sequence[RowRef]) -> Slots:
         """Lease the memory slots of `rows` (of the last plan) until `end_load`, in the order given."""
@@ -158,6 +165,7 @@ class TierCache:
         if request.load is not None:
             request.load.release()
             request.load = None
+        self._let_go(request)
 
     def offer_store(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
         """Which computed rows the engine shall write, and where. See `Storer.offer`."""
@@ -166,15 +174,16 @@ class TierCache:
     def commit_store(self, request: CachedRequest, rows: Sequence[RowRef]) -> None:
         """The engine has written these rows."""
         self.storer.commit(request, rows)
+        self._let_go(request)
 
     def close_request(self, request: CachedRequest, outcome: Outcome) -> None:
         """The request ended. What it holds is let go; stores and loads under way may still end later."""
         if request.ended:
             return
         request.ended = True
-        self._live.discard(request)
         self.loader.forget(request)
         self.loader.release_hold(request)
+        self._let_go(request)
         self._accounting.ended(request, outcome)
         path = self.tree.insert(request.chain)
         now = self.clock.now()
@@ -220,9 +229,9 @@ class TierCache:
         self.loader.reset()
         self.storer.reset()
         for request in list(self._live):
-            self.end_load(request)
             self.loader.release_hold(request)
             self.storer.abort(request)
+            self.end_load(request)
             request.awaited.clear()
             request.limit_blocks = None
         for level in (self.memory, *self.lower):
@@ -281,6 +290,11 @@ class TierCache:
         """Count rows moved into ("write") or out of ("read") a tier."""
         self.recorder.add("kvtier_bytes", rows * level.row_bytes, level.name, direction)
         self.recorder.add("kvtier_seconds", seconds, level.name, direction)
+
+    def _let_go(self, request: CachedRequest) -> None:
+        """Forget a request that ended and has no job of the engine under way: a reset voids those that have."""
+        if request.ended and request.load is None and not request.pending:
+            self._live.discard(request)
 
     def _overdue(self, request: CachedRequest) -> bool:
         if request.deadline_s is not None and self.clock.now() > request.deadline_s:

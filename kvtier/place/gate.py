@@ -109,8 +109,9 @@ def choose_cut(
     block_tokens: int,
     prompt_tokens: int,
     gpu_price: float = 0.0,
+    whole: bool = False,
 ) -> Cut:
-    """How many of the blocks found after `start_token` to load.
+    """How many of the blocks found after `start_token` to load; with `whole`, all of them or none.
 
     `bytes_by_tier` gives, for each tier, its curve and the cumulative bytes to load from it for 0, 1, … n blocks
     (arrays of n + 1). Tiers are read one after the other at worst, so their times add up. Where the prefill model has
@@ -125,5 +126,7 @@ def choose_cut(
     starts = np.minimum(start_token + block_tokens * np.arange(n + 1), prompt_tokens)
     recompute = prefill.seconds_from(starts, prompt_tokens)
     total = load + (1.0 + gpu_price) * recompute
+    if whole:
+        total[1:n] = np.inf
     best = n - int(np.argmin(total[::-1]))
     return Cut(best, float(load[best]), float(recompute[best]))
