@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -26,6 +28,8 @@ from kvtier.config import CacheConfig
 from kvtier.errors import EngineMismatchError
 from kvtier.model.keys import KeySpace
 from kvtier.model.layout import GroupLayout, Layout
+
+logger = init_logger("vllm.kvtier")
 
 
 def layout_of(kv_cache_config: KVCacheConfig, row_bytes: int, ranks: int, dtype: str) -> Layout:
@@ -87,9 +91,14 @@ def adapter_fingerprint(lora_request: Any) -> str:
         return ""
     digest = hashlib.sha256(f"{lora_request.lora_name}\0{lora_request.lora_path}\0".encode())
     folder = Path(lora_request.lora_path)
-    for path in sorted(folder.glob("adapter_*")) if folder.is_dir() else []:
-        digest.update(path.name.encode() + b"\0")
-        sample(path, digest)
+    try:
+        for path in sorted(folder.glob("adapter_*")) if folder.is_dir() else []:
+            digest.update(path.name.encode() + b"\0")
+            sample(path, digest)
+    except OSError as error:
+        # Unreadable now: no other adapter shall be taken for it, so a name that nothing else has.
+        logger.warning("kvtier: the adapter %s cannot be read, its blocks are not reused: %s", folder, error)
+        digest.update(os.urandom(32))
     return digest.hexdigest()
 
 

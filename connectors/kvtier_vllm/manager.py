@@ -66,7 +66,7 @@ class KVTierManager(OffloadingManager):
         self._group_column = {group_id: column for column, group_id in enumerate(group_ids)}
         self._chunk_tokens = cache.block_tokens
         self._hashes_per_chunk = cache.block_tokens // tokens_per_hash
-        self._adapters: dict[str, KeySpace] = {}
+        self._adapters: dict[tuple[int, str, str], KeySpace] = {}
         self._announced: Request | None = None
         self._tracked: dict[str, Tracked] = {}
         self._gauges_due_s = 0.0
@@ -158,6 +158,9 @@ class KVTierManager(OffloadingManager):
             self.cache.close_request(tracked.cached, tracked.outcome or Outcome(finished_s=now))
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for request_id in context.new_req_ids:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                self.cache.started(tracked.cached)
         self.cache.poll()
 
     def has_pending_work(self) -> bool:
@@ -196,9 +199,11 @@ class KVTierManager(OffloadingManager):
             tracked.hashes_used = have
 
     def _space_of(self, request: Request) -> KeySpace:
-        if request.lora_request is None:
+        lora = request.lora_request
+        if lora is None:
             return self._key_space
-        fingerprint = adapter_fingerprint(request.lora_request)
-        if fingerprint not in self._adapters:
-            self._adapters[fingerprint] = self._key_space.with_adapter(fingerprint)
-        return self._adapters[fingerprint]
+        # Read once, as vLLM does: what lies on disk now may not be what it loaded under this id.
+        loaded = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+        if loaded not in self._adapters or getattr(lora, "load_inplace", False):
+            self._adapters[loaded] = self._key_space.with_adapter(adapter_fingerprint(lora))
+        return self._adapters[loaded]
