@@ -49,13 +49,17 @@ def draw_victims(
     bare: list[tuple[Key, int]] = []
     taken: dict[int, int] = {}
     freed = 0
-    front = next(candidates, None)
+    front: tuple[Key, int] | None = None
+    exhausted = False
     while freed < rows:
+        if front is None and not exhausted:  # not sooner: the next candidate may be dear to find
+            front = next(candidates, None)
+            exhausted = front is None
         if bare and (front is None or bare[0] < front):
             _, i = heappop(bare)
         elif front is not None:
             _, i = front
-            front = next(candidates, None)
+            front = None
         else:
             break
         segment = tree.segment(i)

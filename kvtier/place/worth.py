@@ -21,6 +21,8 @@ from kvtier.place.policy import TierView, Victim, register_policy
 from kvtier.place.residency import Residency
 from kvtier.predict.forecast import Forecast
 
+_UNORDERED = 4  # so few segments that the shadow let go are all about to go: their order does not matter
+
 
 class WorthPolicy:
     """Policy "kvtier". Not thread-safe: one control thread."""
@@ -88,8 +90,9 @@ class WorthPolicy:
         return draw_victims(self._view, self._residency, self._in_order(outside, now), key_of, rows, at_first)
 
     def _in_order(self, outside: npt.NDArray[np.int32], now: float) -> Iterator[tuple[Key, int]]:
-        if len(outside) == 1:
-            yield (0.0, 0.0), int(outside[0])
+        if len(outside) <= _UNORDERED:
+            for i in outside.tolist():
+                yield (0.0, 0.0), i
         else:
             worth = self.forecast.worth(outside, now)
             for n in np.argsort(worth, kind="stable").tolist():
