@@ -53,7 +53,7 @@ def main() -> None:
 
     own = options.venv.absolute()
     shared = cache_folder() / f"{lock_path.stem}-{digest_of(lock_path, description)}"
-    stamp = {"packages": str(shared), "project": file_digest(REPOSITORY / "pyproject.toml"), "folder": str(REPOSITORY)}
+    stamp = {"packages": str(shared), "project": project_digest(REPOSITORY), "folder": str(REPOSITORY)}
     if is_ready(own, shared, stamp):
         say(f"{own.name} is up to date")
         return
@@ -201,8 +201,11 @@ def digest_of(lock_path: Path, description: dict[str, Any]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def project_digest(repository: Path) -> str:
+    """Return a digest of what an editable install fixes: pyproject.toml and which import packages there are."""
+    packages = sorted(str(path.relative_to(repository)) for path in repository.glob("*/*/__init__.py"))
+    content = (repository / "pyproject.toml").read_bytes() + "\0".join(packages).encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def cache_folder() -> Path:

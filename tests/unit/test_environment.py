@@ -90,6 +90,19 @@ def test_the_name_of_the_shared_environment_follows_its_inputs(tmp_path: Path) -
     assert environment.digest_of(lock_path, {"python": "3.11"}) != first
 
 
+def test_a_new_import_package_or_entry_point_asks_for_a_new_install(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    first = environment.project_digest(tmp_path)
+    package = tmp_path / "connectors" / "other"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    second = environment.project_digest(tmp_path)
+    (package / "module.py").touch()
+    assert environment.project_digest(tmp_path) == second != first
+    (tmp_path / "pyproject.toml").write_text("[project.scripts]\n")
+    assert environment.project_digest(tmp_path) not in (first, second)
+
+
 def test_a_failing_pip_is_shown_and_ends_the_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "print('ERROR: no matching distribution for torch'); raise SystemExit(3)"]
     with pytest.raises(SystemExit, match=r"status 3.*PIP_FIND_LINKS"):
