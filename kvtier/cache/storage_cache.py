@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +35,7 @@ from kvtier.observe.metrics import Labels, Recorder
 from kvtier.place.gate import PrefillModel, choose_cut
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.tiers.health import Breaker, BreakerState
+from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.protocol import RowStatus, Tier
 
 Slots = npt.NDArray[np.int32]
@@ -70,8 +70,7 @@ class StorageCache:
         self._ghosts = Ghosts(self.tree, self.levels, config.ghost_blocks)
         self._carrier = Carrier(config.io_threads, config.chunk_bytes)
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._moving = 0
+        self._in_flight = InFlight()
         self._generation = 0
         self._closed = False
         for level, rows in zip(self.levels, recovered, strict=True):
@@ -109,7 +108,7 @@ class StorageCache:
         n = chain_length(keys)
         done, failed = np.zeros(n, np.bool_), dict[int, MissReason]()
         source = np.full(n, -1, np.int8)
-        with self._transfer() as admitted:
+        with self._in_flight.transfer() as admitted:
             for index, level in enumerate(self.levels if admitted else []):
                 with self._lock:
                     copies = self._reads(level, keys, ~done, targets)
@@ -131,7 +130,7 @@ class StorageCache:
         """Write blocks that no tier has yet to every tier that takes them. True for those that are in some tier
         afterwards, or being written by another call."""
         n = chain_length(keys)
-        with self._transfer() as admitted:
+        with self._in_flight.transfer() as admitted:
             if not admitted or not n:
                 return [False] * n
             with self._lock:
@@ -167,7 +166,7 @@ class StorageCache:
             self._closed = True
             self._visits.settle_all(self.clock.now())
             self._gauges()
-            self._idle.wait_for(lambda: self._moving == 0, drain_s)
+        self._in_flight.close(drain_s)
         self._carrier.close()
         for level in self.levels:
             level.tier.close()
@@ -389,19 +388,6 @@ class StorageCache:
             breaker.failure(RowStatus.IO_ERROR.value)
         elif done:
             breaker.success(copy.seconds)
-
-    @contextmanager
-    def _transfer(self) -> Iterator[bool]:
-        """A call that moves bytes: `close` waits for it. Gives False if the cache is closed."""
-        with self._lock:
-            admitted = not self._closed
-            self._moving += admitted
-        try:
-            yield admitted
-        finally:
-            with self._lock:
-                self._moving -= admitted
-                self._idle.notify_all()
 
     def _level(self, tier: Tier) -> Level:
         def policy(view: TierView) -> EvictionPolicy:
