@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvtier.cache.tier_cache import TierCache
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.model.layout import Layout
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
@@ -123,18 +123,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             checksums=False,
         )
         key_space = key_space_of(self._vllm_config, layout, config, self.blocks_per_chunk)
-        lower: list[Tier] = []
-        if config.nvme_path:
-            lower.append(
-                NvmeTier(
-                    self._nvme_path(),
-                    key_space.digest,
-                    layout.digest,
-                    self.kv_bytes_per_chunk,
-                    config.nvme_bytes,
-                    direct=config.direct_io,
-                )
-            )
+        lower = self._lower_tiers(key_space.digest, layout.digest)
         cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower)
         logger.info(
             "kvtier: dram %d rows of %d bytes, lower tiers %s, policy %s, key space %s",
@@ -146,6 +135,25 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         )
         groups = [group.group_id for group in self.config.groups]
         return KVTierManager(cache, key_space, groups, self.blocks_per_chunk, self.tokens_per_hash)
+
+    def _lower_tiers(self, key_space_digest: bytes, layout_digest: str) -> list[Tier]:
+        """The tiers below memory. A medium that fails costs its tier, not the engine; a wrong option stops the start."""
+        config = self._cache_config
+        if not config.nvme_path:
+            return []
+        try:
+            tier = NvmeTier(
+                self._nvme_path(),
+                key_space_digest,
+                layout_digest,
+                self.kv_bytes_per_chunk,
+                config.nvme_bytes,
+                direct=config.direct_io,
+            )
+        except TierError as error:
+            logger.error("kvtier starts without its nvme tier: %s", error)
+            return []
+        return [tier]
 
     def _layout(self) -> Layout:
         ranks = 1 if self.replicated_layout else self.config.parallel.world_size
