@@ -137,7 +137,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         return KVTierManager(cache, key_space, groups, self.blocks_per_chunk, self.tokens_per_hash)
 
     def _lower_tiers(self, key_space_digest: bytes, layout_digest: str) -> list[Tier]:
-        """The tiers below memory. A medium that fails costs its tier, not the engine; a wrong option stops the start."""
+        """The tiers below memory. A medium that fails costs its tier, not the engine; a wrong option stops it."""
         config = self._cache_config
         if not config.nvme_path:
             return []
