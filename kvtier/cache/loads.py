@@ -313,7 +313,7 @@ class Loader:
             request.awaited.add((block, group))
             request.promoted_from[block] = level.name
         views = [cache.memory_row(int(slot)) for slot in memory_slots]
-        cache.mover.submit(Transfer(level.tier, source.slots, rows, views, True, Urgency.DEMAND, promotion))
+        cache.submit(level, Transfer(level.tier, source.slots, rows, views, True, Urgency.DEMAND, promotion))
 
     def _forget_failed(self, promotion: Promotion, transfer: Transfer) -> None:
         """A row that could not be read or verified is a miss for good: it and all that builds on it leave the tier."""

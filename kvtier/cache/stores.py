@@ -202,7 +202,7 @@ class Storer:
         self._writing[level.name].update((row.key, row.group) for row in ids)
         write.transfer = Transfer(level.tier, slots, ids, views, False, Urgency.STORE, write)
         self._writes[level.name].append(write)
-        cache.mover.submit(write.transfer)
+        cache.submit(level, write.transfer)
 
     def _land(self, write: WriteThrough) -> None:
         transfer = write.transfer

@@ -83,6 +83,7 @@ class TierCache:
         self.mover = Mover(config.io_threads, config.chunk_bytes)
         self.epoch = 0
         self._breakers = {tier.name: Breaker(self.clock, random.Random(tier.name)) for tier in lower}
+        self._leave: set[str] = set()
         recovered = [(tier, tier.recover()) for tier in lower]
         self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
         self.memory = self._level(memory, strict=False)
@@ -258,9 +259,21 @@ class TierCache:
     # --- for the parts of the cache -----------------------------------------------------------------------------
 
     def usable(self, level: Level) -> bool:
-        """Whether the tier's breaker lets a transfer through now. Ask only when there is one to make: a breaker on
-        trial lets one through and waits for its outcome."""
-        return self._breakers[level.name].allow()
+        """Whether the tier's breaker lets a transfer through now. A breaker on trial lets one through and waits for its
+        outcome; leave that is not used (the gate declines, there is no room) is kept for the next transfer."""
+        breaker = self._breakers[level.name]
+        if breaker.state is BreakerState.HALF_OPEN and level.name in self._leave:
+            return True
+        self._leave.discard(level.name)
+        if not breaker.allow():
+            return False
+        self._leave.add(level.name)
+        return True
+
+    def submit(self, level: Level, transfer: Transfer) -> None:
+        """Hand a transfer of a usable level to the mover."""
+        self._leave.discard(level.name)
+        self.mover.submit(transfer)
 
     def publish_in_memory(
         self, chain: bytes, group: int, blocks: npt.NDArray[np.intp], slots: Slots, device_blocks: int
@@ -283,8 +296,8 @@ class TierCache:
             self.recorder.add("kvtier_faults", 1, level.name, status.value)
         if any(status is RowStatus.IO_ERROR for status in failed):
             breaker.failure(RowStatus.IO_ERROR.value)
-        elif done:
-            breaker.success(transfer.seconds)
+        elif any(status is not RowStatus.CLOSED for status in transfer.statuses):
+            breaker.success(transfer.seconds)  # full or damaged it may be, but it answers
 
     def count_bytes(self, level: Level, direction: str, rows: int, seconds: float) -> None:
         """Count rows moved into ("write") or out of ("read") a tier."""
