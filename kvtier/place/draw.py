@@ -37,12 +37,12 @@ def draw_victims(
     candidates: Iterator[tuple[Key, int]],
     key_of: Callable[[int], Key],
     rows: int,
-    at_first: Callable[[Segment], int] | None = None,
+    at_first: Callable[[Segment], tuple[int, Key]] | None = None,
 ) -> list[Victim]:
     """Victims that together free at least `rows` rows, or all that may go. Changes nothing.
 
     `candidates` are held leaves, least key first; `key_of` gives the key of a parent that becomes a leaf. `at_first`
-    may give an offset a segment should not be cut below at first; it is then drawn again as if laid bare.
+    may give an offset a segment should not be cut below at first, and the key with which it is then drawn again.
     """
     tree = holder.tree
     chosen: dict[int, Victim] = {}
@@ -66,7 +66,10 @@ def draw_victims(
         before = chosen.get(i)
         extent = holder.extent(segment) if before is None else before.keep
         lowest = holder.evictable_from(segment)
-        keep = lowest if at_first is None or before is not None else max(lowest, at_first(segment))
+        keep, again = lowest, None
+        if at_first is not None and before is None:
+            first, again = at_first(segment)
+            keep = max(lowest, first)
         if keep >= extent:
             continue
         counted = 0 if before is None else holder.rows(segment, before.keep)
@@ -74,8 +77,8 @@ def draw_victims(
         chosen[i] = victim
         freed += holder.rows(segment, victim.keep) - counted
         if victim.keep:
-            if keep > lowest and victim.keep == keep:
-                heappush(bare, (key_of(i), i))
+            if again is not None and keep > lowest and victim.keep == keep:
+                heappush(bare, (again, i))
             continue
         parent = segment.parent
         if parent is not None and parent.parent is not None:

@@ -6,17 +6,14 @@ The tail just finished competes with everything else, so a policy that expects n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.index.tree import Segment
 from kvtier.model.request import Outcome, RequestContext
 from kvtier.place.draw import Key, draw_victims
 from kvtier.place.guard import Guard
 from kvtier.place.leaves import LeafSample
-from kvtier.place.lru import LeafFirstLRU, Recency, mirror_of
+from kvtier.place.lru import LeafQueue, Recency, mirror_of
 from kvtier.place.policy import TierView, Victim, register_policy
 from kvtier.place.residency import Residency
 from kvtier.predict.forecast import Forecast
@@ -39,7 +36,7 @@ class WorthPolicy:
         self._recency = Recency(view.tree)
         self._residency = mirror_of(view)
         self._sample = LeafSample(self.forecast, self._residency, seed)
-        self._lru = LeafFirstLRU(view, self._recency, self._residency)
+        self._queue = LeafQueue(self._recency, self._residency)
         self.guard = Guard(view, self.forecast, self._recency, seed) if guarded else None
 
     def on_arrival(self, path: Sequence[Segment], context: RequestContext, now: float) -> None:
@@ -66,40 +63,46 @@ class WorthPolicy:
         if self.guard is None:
             return draw_victims(self._view, self._residency, *self._sample.draw(now), rows)
         if self.guard.trusts_forecast:
-            return self._like_shadow(self.guard.by_worth.residency, rows, now)
-        return self._lru.victims(rows, now)
+            return self._like_shadow(
+                self.guard.by_worth.residency, rows, lambda i: self._sample.key_of(i, now), self._by_worth(now)
+            )
+        with self._queue.drawing() as oldest:
+            return self._like_shadow(self.guard.by_recency.residency, rows, self._queue.key_of, oldest)
 
     def threshold(self, now: float) -> float:
         """Worth of the marginal resident: what a segment must be worth to stay in this tier. 0 while it is empty."""
         leaves = self._residency.leaves
         return float(self.forecast.worth(leaves, now).min()) if len(leaves) else 0.0
 
-    def _like_shadow(self, shadow: Residency, rows: int, now: float) -> list[Victim]:
-        """First what the guard's shadow no longer holds, then by worth. Where both always agree, as they do once the
-        guard has settled, nothing needs to be scored."""
+    def _by_worth(self, now: float) -> Iterator[tuple[Key, int]]:
+        order, _ = self._sample.draw(now)
+        yield from order
+
+    def _like_shadow(
+        self, shadow: Residency, rows: int, order_of: Callable[[int], Key], order: Iterator[tuple[Key, int]]
+    ) -> list[Victim]:
+        """First what the trusted shadow no longer holds, then in its order. Where both always agree, as they do a while
+        after a change of sides, nothing needs to be scored."""
 
         def key_of(i: int) -> Key:
-            return (float(shadow.extent(i) >= self._residency.extent(i)), *self._sample.key_of(i, now))
+            return (float(shadow.extent(i) >= self._residency.extent(i)), *order_of(i))
 
-        def at_first(segment: Segment) -> int:
-            kept = shadow.extent(segment.id)
-            return kept if kept < self._residency.extent(segment.id) else 0
+        def at_first(segment: Segment) -> tuple[int, Key]:
+            i = segment.id
+            kept = shadow.extent(i)
+            return (kept, (1.0, *order_of(i))) if 0 < kept < self._residency.extent(i) else (0, ())
 
-        leaves = self._residency.leaves
-        outside = leaves[shadow.extents(leaves) < self._residency.extents(leaves)]
-        return draw_victims(self._view, self._residency, self._in_order(outside, now), key_of, rows, at_first)
+        def candidates() -> Iterator[tuple[Key, int]]:
+            leaves = self._residency.leaves
+            outside = leaves[shadow.extents(leaves) < self._residency.extents(leaves)].tolist()
+            # A few are all about to go, and their order does not matter.
+            yield from (
+                sorted((key_of(i), i) for i in outside) if len(outside) > _UNORDERED else (((0.0,), i) for i in outside)
+            )
+            for key, i in order:
+                yield (1.0, *key), i
 
-    def _in_order(self, outside: npt.NDArray[np.int32], now: float) -> Iterator[tuple[Key, int]]:
-        if len(outside) <= _UNORDERED:
-            for i in outside.tolist():
-                yield (0.0, 0.0), i
-        else:
-            worth = self.forecast.worth(outside, now)
-            for n in np.argsort(worth, kind="stable").tolist():
-                yield (0.0, float(worth[n])), int(outside[n])
-        first, _ = self._sample.draw(now)
-        for key, i in first:
-            yield (1.0, *key), i
+        return draw_victims(self._view, self._residency, candidates(), key_of, rows, at_first)
 
     def _capacity_blocks(self) -> int:
         """The tier's capacity in blocks, by the rows its blocks take on average."""
