@@ -20,7 +20,8 @@ class PagesAbove:
             for pages in self._held.values():
                 pages.clear()
             return
-        tier = TIER_OF_MEDIUM.get(str(getattr(event, "medium", None) or "GPU"))
+        medium = getattr(event, "medium", None) or "GPU"
+        tier = TIER_OF_MEDIUM.get(str(getattr(medium, "value", medium)))  # SGLang gives an enum, or its value
         if tier is None:
             return
         if kind == "BlockStored":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -256,7 +257,7 @@ def test_pages_above_follow_the_events() -> None:
     @dataclass
     class BlockStored:
         block_hashes: list[int]
-        medium: str | None = None
+        medium: object = None
 
     @dataclass
     class BlockRemoved(BlockStored):
@@ -265,8 +266,13 @@ def test_pages_above_follow_the_events() -> None:
     class AllBlocksCleared:
         pass
 
+    class StorageMedium(str, Enum):  # noqa: UP042 - the kind under test
+        """As SGLang writes it: its str() is not its value."""
+
+        GPU = "GPU"
+
     above = PagesAbove()
-    above.take(BlockStored([1, 2, 3], "GPU"))
+    above.take(BlockStored([1, 2, 3], StorageMedium.GPU))
     above.take(BlockStored([1, 2], "CPU_PINNED"))
     above.take(BlockStored([9], "DISK"))
     above.take(BlockRemoved([3, 4], "GPU"))
