@@ -79,7 +79,7 @@ VARIANTS: dict[str, Callable[[TierView], EvictionPolicy]] = {
     "no lengths": knowing(lengths=False),
     "no gaps": knowing(gaps=False),
     "no turn, session age": knowing(turns=False),
-    "no sharing": knowing(sharing=False),
+    "with sharing": knowing(sharing=True),
     "with roles": knowing(roles=True),
     "no tools": knowing(tools=False),
 }

@@ -79,9 +79,9 @@ class FeatureSet:
     lengths: bool = True
     gaps: bool = True
     turns: bool = True
-    sharing: bool = True
-    roles: bool = False  # shows no gain beyond stop reason and input type (docs/forecast.md)
     tools: bool = True
+    roles: bool = False  # no gain beyond stop reason and input type (docs/forecast.md)
+    sharing: bool = False  # no gain: shared runs have clocks of their own
 
 
 @dataclass(slots=True)
