@@ -62,6 +62,13 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
                 f"dram_bytes is {self._cache_config.dram_bytes}, less than one block of this model "
                 f"({self.kv_bytes_per_chunk} bytes); raise it"
             )
+        if self.blocks_per_chunk > 1 and any(group.window_tokens for group in self._layout().groups):
+            # vLLM offers a chunk whose first blocks a window has dropped already, and does not say which are missing:
+            # what lies there would be served to whoever loads the whole chunk.
+            raise ConfigError(
+                f"blocks_per_chunk is {self.blocks_per_chunk}, but this model has sliding windows, whose chunks vLLM "
+                "stores with blocks missing; remove blocks_per_chunk (or block_size) from kv_connector_extra_config"
+            )
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:

@@ -159,6 +159,14 @@ def test_bad_configuration_stops_the_start_with_one_clear_line(
     assert re.search(says, message)
 
 
+def test_chunks_with_holes_are_refused_at_the_start(run: RunScenario, tmp_path: Path) -> None:
+    """A window may have dropped the first blocks of a chunk that vLLM stores."""
+    kvtier = {**options(tmp_path), "blocks_per_chunk": 2}
+    message = run(scenarios.start_badly, model=str(ALL_MODELS["tiny-gemma"]()), kvtier=kvtier, engine=POOL)
+    assert message.startswith("ConfigError")
+    assert "remove blocks_per_chunk" in message
+
+
 def _flip_every_page(slab: Path) -> int:
     """Flip one bit in every 4 KiB page after the superblock that holds anything."""
     data = bytearray(slab.read_bytes())
