@@ -140,15 +140,17 @@ class Mover:
                 self._idle.wait(left)
         return True
 
-    def close(self) -> None:
-        """Drop what has not begun, wait for what has, and stop the threads. Idempotent."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Drop what has not begun, wait for what has, and stop the threads. Idempotent. A call into a tier that does
+        not come back within `timeout_s` is left to its thread, which the end of the process ends."""
         with self._lock:
             self._closing = True
             for chunk in (*self._queue, *self._writes):
                 chunk.transfer.cancelled = True
             self._wake.notify_all()
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # --- I/O threads --------------------------------------------------------------------------------------------
 
@@ -191,12 +193,13 @@ class Mover:
             transfer.statuses[part] = statuses
             transfer.seconds += seconds
             transfer._left -= 1
-            self._active -= 1
-            if not transfer.read:
-                self._writing -= 1
             self._count(transfer, chunk.start - chunk.stop)
             if transfer._left == 0:
                 self._done.append(transfer)
+            # Last: `busy` reads without the lock and must not see neither.
+            self._active -= 1
+            if not transfer.read:
+                self._writing -= 1
             self._wake.notify_all()
             if not (self._queue or self._writes or self._active):
                 self._idle.notify_all()

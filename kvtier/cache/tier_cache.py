@@ -242,7 +242,7 @@ class TierCache:
     def close(self, drain_s: float = 10.0) -> None:
         """Finish writes under way (up to `drain_s` seconds), stop the I/O threads, close the tiers. Idempotent."""
         self.mover.drain(drain_s)
-        self.mover.close()
+        self.mover.close(drain_s)
         self.poll()
         for request in list(self._live):
             self.end_load(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -111,6 +112,7 @@ def test_a_reset_gives_back_the_load_of_a_request_that_has_ended(rig: Rig) -> No
     """vLLM ends an aborted request before its load; after a reset it never reports the load."""
     engine = rig.start()
     engine.serve(range(4))
+    engine.settle()
     request = engine.open(range(4), 1)
     engine.lookup(request)
     engine.load(request)
@@ -178,9 +180,7 @@ def test_a_preempted_request_finds_what_it_stored(rig: Rig) -> None:
     engine.cache.end_load(request)
     engine.finish(request)
     sums, _ = engine.cache.recorder.drain()
-    assert sums["kvtier_tokens", ("recompute",)] == 65, (
-        "computed once; loaded again after"
-    )
+    assert sums["kvtier_tokens", ("recompute",)] == 65, "computed once; loaded again after"
     assert ("kvtier_tokens", ("dram",)) not in sums
 
 
@@ -287,3 +287,20 @@ def test_memory_rows_being_written_down_are_leased_before_the_tier_below_makes_r
     engine.cache.check_integrity()
     for r in (request, other):
         engine.finish(r)
+
+
+def test_a_write_that_hangs_does_not_hold_up_the_end() -> None:
+    rig = Rig()
+    engine = rig.start()
+    rig.tier.writes.clear()
+    request = engine.open(range(2), 1)
+    engine.cache.commit_store(request, engine.compute(request))
+    engine.finish(request)
+    began = time.monotonic()
+    engine.cache.close(drain_s=0.1)
+    assert time.monotonic() - began < 10
+    rig.tier.open()
+    for thread in engine.cache.mover._threads:
+        thread.join()
+    engine.cache.poll()
+    assert engine.cache.leases() == 0
