@@ -9,6 +9,8 @@ import typer
 from kvtier import __version__
 from kvtier.cli import config
 from kvtier.cli.analyze import analyze
+from kvtier.cli.calibrate import calibrate
+from kvtier.cli.eval_codec import eval_app
 from kvtier.cli.replay import replay
 from kvtier.cli.size import size
 from kvtier.errors import KVTierError
@@ -31,6 +33,8 @@ def version() -> None:
 app.command()(replay)
 app.command()(analyze)
 app.command()(size)
+app.command()(calibrate)
+app.add_typer(eval_app, name="eval")
 app.add_typer(config.app, name="config")
 
 

@@ -45,3 +45,34 @@ class ReplayProgress:
         """So many more were served."""
         if self._task is not None:
             self._bar.advance(self._task, requests)
+
+
+class StepProgress:
+    """A bar for work that reports (what, steps done, steps in all); several stages follow each other. Callable."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=1)
+
+    def __enter__(self) -> StepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """So many steps of a stage are done."""
+        self._bar.update(self._task, description=what, completed=done, total=max(1, total))

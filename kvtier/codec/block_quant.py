@@ -5,9 +5,9 @@ M: keys un-rotated, minus the model's mean key, Hadamard-rotated, per token: no 
 Both keep the first four tokens of a prompt (attention sinks) apart, in int8 and outside every minimum and maximum,
 and take their bits from a map. KIVI (arXiv:2402.02750) is the same without rotation, sinks and map.
 
-D un-rotates relative to the block's first token: what remains is one fixed rotation of all keys of the block, which
-does not widen a channel's range. So D needs no absolute position and its blocks can be moved (`first_token` of
-decode). M needs the position to subtract the mean and leaves the mean out where it is not known.
+Keys are un-rotated by their absolute position. Where it is not known, D un-rotates relative to the block's first token:
+one rotation common to all keys of the block is left in, which mixes the ranges of paired channels (about 1.5 times the
+KL at 4 bits), and M leaves the mean out. Rotations add up, so a block can be decoded at another position.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.codec.arithmetic import PLANES, Arithmetic, Bytes, Floats, pack, unpack
 from kvtier.codec.bits_map import BitsMap, bits_digest
@@ -81,9 +82,9 @@ class BlockQuantCodec:
             raise ConfigError(f"codec {name} keeps {recipe.sinks} first tokens whole; blocks have only {form.tokens}")
         self.name, self.form, self.recipe = name, form, recipe
         self._arithmetic = arithmetic
-        self._frequencies = inverse_frequencies
-        self._means = means
-        self._mixed = mixed_channels(form.head_dim, recipe.mixed_channels)
+        self.frequencies = inverse_frequencies
+        self.means = means
+        self.mixed = mixed_channels(form.head_dim, recipe.mixed_channels)
         key_group, value_group = recipe.key_group, recipe.value_group
         self.plan = plan_payload(form, bits, sinks=0, key_group=key_group, value_group=value_group)
         self.first_plan = plan_payload(
@@ -138,6 +139,18 @@ class BlockQuantCodec:
             raise ForeignBlockError(f"the row was encoded by {header.codec!r} with other parameters")
         self._restore(header, encoded[HEADER_BYTES:], row, first_token, with_residual=False)
 
+    def scale_offsets(self) -> npt.NDArray[np.int64]:
+        """Where in the payload of a later block each unit's scales and minima begin, [units, 2]; for device kernels."""
+        form, plan = self.form, self.plan
+        offsets = np.empty((form.layers, form.parts, form.heads, 2), dtype=np.int64)
+        start = plan.scales_offset
+        for part, count in enumerate((plan.key_scales, plan.value_scales)):
+            each = 2 * count // (form.layers * form.heads)
+            unit = np.arange(form.layers * form.heads, dtype=np.int64).reshape(form.layers, form.heads) * each
+            offsets[:, part, :, 0], offsets[:, part, :, 1] = start + unit, start + 2 * count + unit
+            start += 4 * count
+        return offsets.reshape(-1, 2)
+
     def _restore(
         self, header: Header, payload: memoryview, row: memoryview, first_token: int | None, *, with_residual: bool
     ) -> None:
@@ -176,37 +189,36 @@ class BlockQuantCodec:
         scales = box.cut(sections.sink_scales).reshape(box.units, sinks)
         kept = self._arithmetic.dequantise_signed(codes, scales, fp8=False)
         shift = 0 if first_token is None else first_token - header.first_token
-        if shift and box.part == 0 and self._frequencies:
-            kept = self._arithmetic.rotate(kept, *rope_tables(self._frequencies, shift, 1), inverse=False)
+        if shift and box.part == 0 and self.frequencies:
+            kept = self._arithmetic.rotate(kept, *rope_tables(self.frequencies, shift, 1), inverse=False)
         return kept * 1.0  # out of the thread's buffers, which the rest of the row is about to use
 
     def _forward(self, values: Any, box: Box, first_token: int | None, blind: bool) -> Any:
         """From what the engine stores to what is quantised."""
         recipe, arithmetic = self.recipe, self._arithmetic
         if box.part == 1:
-            return arithmetic.hadamard(values, self._mixed) if recipe.hadamard_values else values
+            return arithmetic.hadamard(values, self.mixed) if recipe.hadamard_values else values
         if recipe.unrotate:
-            origin = first_token if recipe.subtract_mean and first_token is not None else 0
-            tables = rope_tables(self._frequencies, origin, self.form.tokens)
+            tables = rope_tables(self.frequencies, first_token or 0, self.form.tokens)
             values = arithmetic.rotate(values, *tables, inverse=True)
         if recipe.subtract_mean and not blind:
             values = arithmetic.add(values, self._mean_of(box), -1)
-        return arithmetic.hadamard(values, self._mixed) if recipe.hadamard_keys else values
+        return arithmetic.hadamard(values, self.mixed) if recipe.hadamard_keys else values
 
     def _backward(self, values: Any, box: Box, header: Header, first_token: int | None) -> Any:
         """The inverse of _forward, for the position the row is wanted at."""
         recipe, arithmetic = self.recipe, self._arithmetic
         if box.part == 1:
-            return arithmetic.hadamard(values, self._mixed) if recipe.hadamard_values else values
+            return arithmetic.hadamard(values, self.mixed) if recipe.hadamard_values else values
         if recipe.hadamard_keys:
-            values = arithmetic.hadamard(values, self._mixed)
+            values = arithmetic.hadamard(values, self.mixed)
         if recipe.subtract_mean and not header.flags & WITHOUT_MEAN:
             values = arithmetic.add(values, self._mean_of(box), 1)
         known = header.first_token != POSITION_UNKNOWN
         shift = first_token - header.first_token if known and first_token is not None else 0
         if recipe.unrotate:
-            origin = header.first_token if recipe.subtract_mean and known else 0
-            tables = rope_tables(self._frequencies, origin + shift, self.form.tokens)
+            origin = header.first_token if known else 0
+            tables = rope_tables(self.frequencies, origin + shift, self.form.tokens)
             values = arithmetic.rotate(values, *tables, inverse=False)
         return values
 
@@ -238,8 +250,8 @@ class BlockQuantCodec:
         return np.repeat(levels, plan.key_groups) if per_channel else levels
 
     def _mean_of(self, box: Box) -> Floats:
-        assert self._means is not None
-        return self._means[box.layer : box.layer_end, box.head : box.head_end].reshape(box.units, 1, -1)
+        assert self.means is not None
+        return self.means[box.layer : box.layer_end, box.head : box.head_end].reshape(box.units, 1, -1)
 
     def _boxes(self) -> Iterator[Box]:
         return boxes_of(self.form)

@@ -24,6 +24,7 @@ from kvtier.codec.arithmetic import (
     Floats,
     Halfs,
     hadamard_matrix,
+    range_shares,
     require_finite,
 )
 from kvtier.codec.form import Raw
@@ -75,6 +76,10 @@ class TorchArithmetic:
     def quantise(self, values: Any, levels: Floats, *, per_channel: bool) -> tuple[Bytes, Halfs, Halfs]:
         axis = 1 if per_channel else 2
         low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
+        drawn_in = range_shares(levels)
+        if drawn_in is not None:
+            centre, reach = (high + low).mul_(0.5), (high - low).mul_(torch.from_numpy(drawn_in * np.float32(0.5)))
+            low, high = centre - reach, centre + reach
         minima = low.sub(low.abs(), alpha=F16_SLACK).sub_(F16_TINY).half()
         offset = minima.float()
         share = torch.from_numpy((np.float32(1 + F16_SLACK) / levels).reshape(-1, 1, 1))
@@ -82,7 +87,11 @@ class TorchArithmetic:
         require_finite(minima.numpy(), scales.numpy())
         inverse = scales.float().reciprocal_()
         offset = offset.mul_(inverse).neg_().sub_(_SIGNED)
-        codes = self._codes(values.mul_(inverse).add_(offset).round_())
+        values.mul_(inverse).add_(offset).round_()
+        if drawn_in is not None:
+            top = torch.from_numpy(levels - np.float32(_SIGNED)).view(-1, 1, 1)
+            torch.minimum(values.clamp_(min=-_SIGNED), top, out=values)
+        codes = self._codes(values)
         words = codes.view(-1).view(torch.int64)  # eight codes at a time: from signed to unsigned bytes
         words ^= _SIGN_BITS
         return codes.view(torch.uint8).numpy(), scales.squeeze(axis).numpy(), minima.squeeze(axis).numpy()

@@ -1,4 +1,4 @@
-"""The format on the medium: sizes, parameters and bytes of encoded rows that must never change without a new version."""
+"""The format on the medium: sizes, parameters and bytes that must never change without a new version."""
 
 from __future__ import annotations
 
