@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtier.testing.scenario import end_process_group, log_tail
+from kvtier.testing.scenario import end_process_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_PLUGIN = Path(__file__).resolve().parent / "cpu"
 ADMIN_KEY = "kvtier-tests"
 PAGE_TOKENS = 16
-_START_S = 420.0
-_REQUEST_S = 180.0
+_START_S = 900.0
+_REQUEST_S = 300.0
 _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
 Value = TypeVar("Value")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -239,6 +239,13 @@ class SGLangServer:
                 return
             time.sleep(0.5)
         raise ServerError(f"the server was not ready within {_START_S:.0f} s\n{log_tail(self.log_path)}")
+
+
+def log_tail(path: Path, lines: int = 60) -> str:
+    """The end of a server's log, without the one line that lists all of its arguments."""
+    text = path.read_text(errors="replace") if path.exists() else "(no log)"
+    kept = [line for line in text.splitlines() if "server_args=" not in line]
+    return "\n".join([f"--- end of {path} ---", *kept[-lines:]])
 
 
 def _free_port() -> int:
