@@ -27,7 +27,7 @@ from benchmarks.rig.figures import Samples, load
 from benchmarks.rig.process import EngineProcess, Run
 from benchmarks.rig.progress import Steps, steps
 from benchmarks.rig.prompts import unique_prompts
-from benchmarks.rig.settings import engine_settings, scratch_folder
+from benchmarks.rig.settings import end_in_order, engine_settings, scratch_folder
 from benchmarks.rig.workloads import PairedRuns, run_pairs
 from examples.demo.prepare_model import smollm2
 from tests.e2e.models import BYTE_TOKENS, tiny_llama
@@ -150,6 +150,7 @@ def table(results: list[Result], against: Contender) -> Table:
 
 
 def main() -> None:
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*CASES, "both"], default="both")
     parser.add_argument("--pairs", type=int, default=3, help="pairs per start of the engines, at least 3")

@@ -29,7 +29,7 @@ from benchmarks.rig.lmcache_environment import Absent
 from benchmarks.rig.process import EngineFailure, EngineProcess, Run
 from benchmarks.rig.progress import Steps, steps
 from benchmarks.rig.prompts import Document
-from benchmarks.rig.settings import BLOCK_TOKENS, engine_settings, scratch_folder
+from benchmarks.rig.settings import BLOCK_TOKENS, end_in_order, engine_settings, scratch_folder
 from benchmarks.rig.workloads import Prompts, Work
 from examples.demo.prepare_model import smollm2
 
@@ -320,6 +320,7 @@ def _poison_text(result: Result) -> str:
 
 
 def main() -> None:
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [contender.name for contender in CONTENDERS if contender.name != BASELINE]
     parser.add_argument("--rounds", type=int, default=1, help="passes over all contenders, each on other prompts")

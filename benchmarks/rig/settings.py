@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,11 @@ def engine_settings(device_blocks: int, max_running: int = 8, max_tokens: int = 
         "disable_log_stats": False,  # tokens by source come from the statistics
         "seed": 0,
     }
+
+
+def end_in_order() -> None:
+    """Let SIGTERM unwind the stack like Ctrl-C does: engines are ended and scratch folders removed on the way."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
