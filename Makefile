@@ -30,7 +30,7 @@ check: env ## Lint, formatting, types and the direction of imports
 	@$(STEP) "mypy" $(RUN) -m mypy
 	@$(STEP) "import-linter" $(VENV)/bin/lint-imports --no-logo
 
-test: check env-sglang ## Check and run the whole test suite (ARGS="-k nvme" narrows it)
+test: check ## Check and run the whole test suite (ARGS="-k nvme" narrows it; after `make env-sglang` SGLang's too)
 	@$(STEP) "tests" $(RUN) -m pytest --durations=15 $(ARGS)
 
 demo: env ## Serve a real model through kvtier and measure (ARGS=--json for one JSON object)
