@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -26,6 +26,7 @@ from kvtier.cache.stores import RowRef
 from kvtier.cache.tier_cache import TierCache
 from kvtier.model.keys import KeySpace
 from kvtier.model.request import Outcome
+from kvtier.predict.roles import ChatMarkers
 from kvtier_vllm.identity import adapter_fingerprint
 from kvtier_vllm.metrics import drain
 from kvtier_vllm.requests import context_of, outcome_of
@@ -48,6 +49,7 @@ class Tracked:
     key_space: KeySpace
     hashes_used: int
     outcome: Outcome | None = None
+    rows: dict[OffloadKey, RowRef] = field(default_factory=dict)
 
 
 class KVTierManager(OffloadingManager):
@@ -60,8 +62,11 @@ class KVTierManager(OffloadingManager):
         group_ids: Sequence[int],
         blocks_per_chunk: int,
         tokens_per_hash: int,
+        markers: ChatMarkers,
     ) -> None:
         self.cache = cache
+        self._markers = markers
+        self._needs_roles = cache.config.policy == "beta16"
         self._key_space = key_space
         self._group_column = {group_id: column for column, group_id in enumerate(group_ids)}
         self._chunk_tokens = cache.block_tokens
@@ -91,7 +96,7 @@ class KVTierManager(OffloadingManager):
         """The request ended; its last blocks may still be offered before `on_request_finished`."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
-            tracked.outcome = outcome_of(request, self.cache.clock.now())
+            tracked.outcome = outcome_of(request, self.cache.clock.now(), self._markers)
 
     # --- OffloadingManager --------------------------------------------------------------------------------------
 
@@ -100,7 +105,8 @@ class KVTierManager(OffloadingManager):
         if request is not None and request.request_id == req_context.req_id:
             key_space = self._space_of(request)
             hashes = list(request.block_hashes)[self._hashes_per_chunk - 1 :: self._hashes_per_chunk]
-            cached = self.cache.open(context_of(request, self.cache.clock.now()), key_space.adopt(hashes))
+            context = context_of(request, self.cache.clock.now(), self._markers, self._chunk_tokens, self._needs_roles)
+            cached = self.cache.open(context, key_space.adopt(hashes))
             tracked = Tracked(request, cached, key_space, len(hashes))
             req_context.set_state(tracked)
             self._tracked[req_context.req_id] = tracked
@@ -111,7 +117,7 @@ class KVTierManager(OffloadingManager):
         plan = tracked.cached.plan if tracked is not None else None
         if plan is None:
             return LookupResult.MISS
-        row = self._row(key, req_context)
+        row = self._row(tracked, key, req_context)
         offset = row.block - plan.start
         if not 0 <= offset < plan.blocks:
             return LookupResult.MISS
@@ -121,12 +127,12 @@ class KVTierManager(OffloadingManager):
         tracked = self._tracked.get(req_context.req_id)
         if tracked is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
-        tier = tracked.cached.promoted_from.get(self._row(key, req_context).block, "dram")
+        tier = tracked.cached.promoted_from.get(self._row(tracked, key, req_context).block, "dram")
         return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         tracked = self._tracked[req_context.req_id]
-        slots = self.cache.take_load(tracked.cached, [self._row(key, req_context) for key in keys])
+        slots = self.cache.take_load(tracked.cached, [self._row(tracked, key, req_context) for key in keys])
         return CPULoadStoreSpec(slots.tolist())
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -139,7 +145,7 @@ class KVTierManager(OffloadingManager):
         if tracked is None:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         self._grow(tracked)
-        rows = {self._row(key, req_context): key for key in keys}
+        rows = {self._row(tracked, key, req_context): key for key in keys}
         granted = self.cache.offer_store(tracked.cached, [row for row in rows if row.block < tracked.cached.blocks])
         return PrepareStoreOutput(
             [rows[row] for row, _ in granted], CPULoadStoreSpec([slot for _, slot in granted]), []
@@ -148,7 +154,7 @@ class KVTierManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         tracked = req_context.get_state(Tracked)
         if tracked is not None:
-            self.cache.commit_store(tracked.cached, [self._row(key, req_context) for key in keys])
+            self.cache.commit_store(tracked.cached, [self._row(tracked, key, req_context) for key in keys])
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         tracked = self._tracked.pop(req_context.req_id, None)
@@ -184,10 +190,14 @@ class KVTierManager(OffloadingManager):
 
     # --- keys ---------------------------------------------------------------------------------------------------
 
-    def _row(self, key: OffloadKey, req_context: ReqContext) -> RowRef:
-        end_token = req_context.get_offload_key_position(key)
-        assert end_token is not None
-        return RowRef(end_token // self._chunk_tokens - 1, self._group_column[int.from_bytes(key[-4:], "big")])
+    def _row(self, tracked: Tracked, key: OffloadKey, req_context: ReqContext) -> RowRef:
+        row = tracked.rows.get(key)
+        if row is None:
+            end_token = req_context.get_offload_key_position(key)
+            assert end_token is not None
+            column = self._group_column[int.from_bytes(key[-4:], "big")]
+            row = tracked.rows[key] = RowRef(end_token // self._chunk_tokens - 1, column)
+        return row
 
     def _grow(self, tracked: Tracked) -> None:
         """Take in the blocks vLLM has hashed since the last call."""

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.model.request import InputType, Outcome, RequestContext, StopReason
+from kvtier.predict.roles import ChatMarkers, find_roles, stop_reason_of, transition_of
 
 _STOPS = {
     RequestStatus.FINISHED_STOPPED: StopReason.END_TURN,
     RequestStatus.FINISHED_LENGTH_CAPPED: StopReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: StopReason.ABORTED,
 }
+_INPUTS = {"user": InputType.USER_TEXT, "tool": InputType.TOOL_RESULT}
+_TAIL_TOKENS = 4096
 
 
-def context_of(request: Request, now: float) -> RequestContext:
-    """What is known of a request when it arrives."""
+def context_of(request: Request, now: float, markers: ChatMarkers, block_tokens: int, roles: bool) -> RequestContext:
+    """What is known of a request when it arrives.
+
+    The newest message is looked for in the last tokens of the prompt only; with `roles` the whole prompt is read and
+    its spans are named.
+    """
     params = (request.kv_transfer_params or {}).get("kvtier") or {}
     if not isinstance(params, dict):
         params = {}
+    prompt = request.prompt_token_ids or []
+    found = find_roles(prompt if roles else prompt[-_TAIL_TOKENS:], markers, block_tokens)
+    tool = str(params.get("tool", ""))
     return RequestContext(
         request_id=request.request_id,
         arrival_s=now,
@@ -29,29 +36,21 @@ def context_of(request: Request, now: float) -> RequestContext:
         tenant=str(request.cache_salt or ""),
         adapter=request.lora_request.lora_name if request.lora_request else "",
         priority=request.priority,
-        input_type=_input_type(params),
-        tool=str(params.get("tool", "")),
+        input_type=_INPUTS.get(str(params.get("input", "")), found.input_type),
+        tool=tool,
+        transition=transition_of(found, tool, str(params.get("previous_tool", ""))),
+        role_spans=found.spans if roles else (),
         params=params,
     )
 
 
-def outcome_of(request: Request, now: float, tool_call_markers: frozenset[int] = frozenset()) -> Outcome:
+def outcome_of(request: Request, now: float, markers: ChatMarkers) -> Outcome:
     """What became known when it ended. vLLM's core does not know of tool calls: they are found by the model's own
-    marker tokens in the output, or by a structured output that was asked for."""
+    marker tokens in the output."""
     stop = _STOPS.get(request.status, StopReason.UNKNOWN)
     if stop is StopReason.ABORTED and request.sampling_params is not None and request.sampling_params.stop:
         # A stop string is found by the front end, which then aborts: the core cannot tell it from a client's abort.
         stop = StopReason.STOP_SEQUENCE
-    if stop is StopReason.END_TURN and _calls_tool(request.output_token_ids, tool_call_markers):
-        stop = StopReason.TOOL_USE
+    if stop is not StopReason.ABORTED:
+        stop = stop_reason_of(request.output_token_ids, markers, stop)
     return Outcome(finished_s=now, stop_reason=stop, output_tokens=request.num_output_tokens)
-
-
-def _calls_tool(output: Sequence[int], markers: frozenset[int]) -> bool:
-    return bool(markers) and not markers.isdisjoint(output)
-
-
-def _input_type(params: dict[str, Any]) -> InputType:
-    return {"user": InputType.USER_TEXT, "tool": InputType.TOOL_RESULT}.get(
-        str(params.get("input", "")), InputType.UNKNOWN
-    )

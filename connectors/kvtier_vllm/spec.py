@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -22,11 +23,13 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from kvtier.cache.tier_cache import TierCache
 from kvtier.errors import ConfigError, TierError
 from kvtier.model.layout import Layout
+from kvtier.predict.roles import ChatMarkers
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import Tier
 from kvtier_vllm.identity import geometry_of, key_space_of, layout_of
 from kvtier_vllm.manager import KVTierManager
+from kvtier_vllm.markers import chat_markers
 from kvtier_vllm.metrics import metric_definitions
 from kvtier_vllm.options import cache_config
 from kvtier_vllm.sizes import check_sizes
@@ -141,7 +144,9 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             key_space.digest.hex()[:12],
         )
         groups = [group.group_id for group in self.config.groups]
-        return KVTierManager(cache, key_space, groups, self.blocks_per_chunk, self.tokens_per_hash)
+        return KVTierManager(
+            cache, key_space, groups, self.blocks_per_chunk, self.tokens_per_hash, _markers_of(self._vllm_config)
+        )
 
     def _lower_tiers(self, key_space_digest: bytes, layout_digest: str) -> list[Tier]:
         """The tiers below memory. A medium that fails costs its tier, not the engine; a wrong option stops it."""
@@ -172,6 +177,18 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         path = Path(self._cache_config.nvme_path)
         replicas = self.config.parallel.data_parallel_size
         return str(path if replicas == 1 else path / f"dp{self.config.parallel.data_parallel_index}")
+
+
+def _markers_of(vllm_config: VllmConfig) -> ChatMarkers:
+    """The model's chat markers; none where there is no tokenizer. A forecast without them is weaker, not wrong."""
+    model = vllm_config.model_config
+    if model.skip_tokenizer_init:
+        return ChatMarkers()
+    try:
+        return chat_markers(cached_tokenizer_from_config(model))
+    except Exception as error:  # noqa: BLE001 - engine boundary: any tokenizer may fail in its own way
+        logger.warning("kvtier: tool calls stay unseen, the tokenizer cannot be asked for its markers: %s", error)
+        return ChatMarkers()
 
 
 def _with_extra(config: OffloadingConfig, extra: dict[str, Any]) -> OffloadingConfig:
