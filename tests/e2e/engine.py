@@ -127,3 +127,42 @@ def device_bytes(llm: LLM) -> dict[str, str]:
             digest.update(pages[layer][block.block_id].contiguous().view(torch.uint8).numpy().tobytes())
         found[block.block_hash.hex()] = digest.hexdigest()
     return found
+
+
+def wipe_device(llm: LLM) -> None:
+    """Empty the device prefix cache and overwrite every block, so that nothing old can pass for something loaded."""
+    llm.reset_prefix_cache()
+    for pages in _device_pages():
+        pages[:] = 0x55
+
+
+def memory_rows(llm: LLM) -> dict[str, str]:
+    """Return a digest of every row in kvtier's memory tier, by position in its prompt, key and group."""
+    cache = connector_of(llm).manager.cache
+    payload = sum(pages.shape[1] for pages in _device_pages())
+    found: dict[str, str] = {}
+    for segment in cache.tree.segments():
+        chain = cache.tree.chain_of(segment)
+        slots = cache.memory.residency.slots_of(cache.tree.walk(chain))
+        for block in range(segment.depth, segment.stop):
+            for group, slot in enumerate(slots[block].tolist()):
+                if slot >= 0:
+                    key = chain[block * 32 : (block + 1) * 32].hex()
+                    found[f"{block}/{key}/{group}"] = hashlib.sha256(cache.memory_row(slot)[:payload]).hexdigest()
+    return found
+
+
+def device_rows() -> set[str]:
+    """Return a digest of every device block, over all its tensors, as a row of memory would hold it."""
+    pages = _device_pages()
+    return {
+        hashlib.sha256(b"".join(tensor[block].tobytes() for tensor in pages)).hexdigest()
+        for block in range(len(pages[0]))
+    }
+
+
+def _device_pages() -> list[Any]:
+    """The device's KV tensors as the copy worker sees them: (blocks, page bytes) each."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().connector_worker.worker._device

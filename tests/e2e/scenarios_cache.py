@@ -5,7 +5,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.e2e.engine import answers, ask, cached_tokens, connector_of, device_bytes, metrics, settle, start_engine
+from tests.e2e.engine import (
+    answers,
+    ask,
+    cached_tokens,
+    connector_of,
+    device_bytes,
+    device_rows,
+    memory_rows,
+    metrics,
+    settle,
+    start_engine,
+    wipe_device,
+)
 from tests.e2e.models import prompt_tokens
 
 MIB = 1 << 20
@@ -19,25 +31,29 @@ def round_trip(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str
 
     def stage(name: str) -> None:
         output = ask(llm, [prompt])
+        cache = settle(llm)
+        rows = memory_rows(llm)
         stages[name] = {
             "answer": answers(output)[0],
             "cached": cached_tokens(output)[0],
             "bytes": device_bytes(llm),
+            "rows": rows,
+            "rows_on_device": len(device_rows() & set(rows.values())),
+            "leases": cache.leases(),
         }
 
     stage("cold")
     stage("device")
     cache = settle(llm)
-    llm.reset_prefix_cache()
+    wipe_device(llm)
     stage("memory")
-    settle(llm)
-    llm.reset_prefix_cache()
+    wipe_device(llm)
     cache.memory.clear()
     cache.epoch += 1
     stage("below")
     cache = settle(llm)
     cache.check_integrity()
-    return {"stages": stages, "metrics": metrics("kvtier_"), "leases": cache.leases()}
+    return {"stages": stages, "metrics": metrics("kvtier_")}
 
 
 def serve_once(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ CACHED_TOKENS = PROMPT_TOKENS // 32 * 32
 def test_a_request_is_served_from_kvtier_after_a_reset_of_the_device_cache(tiny_llama: str, tmp_path: Path) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    options = {"dram_bytes": "32MiB", "nvme_path": str(nvme), "nvme_bytes": "64MiB"}
+    options = {"dram_bytes": "32MiB", "nvme_path": str(nvme), "nvme_bytes": "64MiB", "gate": False}
     prompt = prompt_tokens(1, PROMPT_TOKENS)
     with vllm_server(tiny_llama, options, tmp_path) as server:
         first = server.complete(prompt)
