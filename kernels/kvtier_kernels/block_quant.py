@@ -302,7 +302,7 @@ def _run(
             "TURN": keys and recipe.unrotate, "MEAN": keys and recipe.subtract_mean,
             "MIX": recipe.hadamard_keys if keys else recipe.hadamard_values,
             "PER_CHANNEL": keys and recipe.key_group is not None,
-            "num_warps": 4 if kv.tokens * kv.head_dim <= 4096 else 8,
+            "num_warps": warps_for(kv.tokens * kv.head_dim, turned_and_mixed=keys and recipe.hadamard_keys),
         }  # fmt: skip
         shared = (plan.units,)
         if encode:
@@ -325,6 +325,12 @@ def _run(
                 *strides,
                 **flags,
             )
+
+
+def warps_for(tile_elements: int, *, turned_and_mixed: bool) -> int:
+    """Warps a program runs on: enough numbers a thread for stores of 16 bytes, and no spills (read from the machine
+    code; a tile that is both turned and mixed spills on sm_80 with twice the warps)."""
+    return max(2, tile_elements // 2048) if turned_and_mixed else max(4, tile_elements // 1024)
 
 
 def _rope(

@@ -2,8 +2,8 @@
 
 D: keys un-rotated and quantised per channel over groups of 64 tokens; values Hadamard-rotated and quantised per token.
 M: keys un-rotated, minus the model's mean key, Hadamard-rotated, per token: no token groups, for short blocks.
-Both keep the first four tokens of a prompt (attention sinks) apart, in int8 and outside every minimum and maximum,
-and take their bits from a map. KIVI (arXiv:2402.02750) is the same without rotation, sinks and map.
+Both keep the first four tokens of a prompt (attention sinks) as they are, outside every minimum and maximum, and take
+their bits from a map. KIVI (arXiv:2402.02750) is the same without rotation, sinks and map.
 
 Keys are un-rotated by their absolute position. Where it is not known, D un-rotates relative to the block's first token:
 one rotation common to all keys of the block is left in, which mixes the ranges of paired channels (about 1.5 times the
@@ -109,7 +109,7 @@ class BlockQuantCodec:
             values = self._arithmetic.load(box.cut(raw), self.form.dtype)
             values = values.reshape(box.units, self.form.tokens, self.form.head_dim)
             if first:
-                self._keep_sinks(values[:, : plan.sinks] * 1.0, box, sections)
+                box.cut(sections.sinks)[...] = box.cut(raw)[:, :, : plan.sinks]
             values = self._forward(values, box, first_token, blind)
             if first:
                 values[:, : plan.sinks] = values[:, plan.sinks : plan.sinks + 1]
@@ -177,17 +177,11 @@ class BlockQuantCodec:
             cut = box.cut(raw)
             self._arithmetic.store(values.reshape(cut.shape), cut, self.form.dtype)
 
-    def _keep_sinks(self, kept: Any, box: Box, sections: Sections) -> None:
-        codes, scales = self._arithmetic.quantise_signed(kept, fp8=False)
-        code_view, scale_view = box.cut(sections.sink_codes), box.cut(sections.sink_scales)
-        code_view[...] = codes.reshape(code_view.shape)
-        scale_view[...] = scales.reshape(scale_view.shape)
-
     def _kept_sinks(self, box: Box, sections: Sections, header: Header, first_token: int | None) -> Any:
-        sinks = self.recipe.sinks
-        codes = box.cut(sections.sink_codes).reshape(box.units, sinks, self.form.head_dim)
-        scales = box.cut(sections.sink_scales).reshape(box.units, sinks)
-        kept = self._arithmetic.dequantise_signed(codes, scales, fp8=False)
+        """The sinks of a box, [units, sinks, d], turned if the row is wanted elsewhere."""
+        kept = self._arithmetic.load(box.cut(sections.sinks), self.form.dtype).reshape(
+            box.units, -1, self.form.head_dim
+        )
         shift = 0 if first_token is None else first_token - header.first_token
         if shift and box.part == 0 and self.frequencies:
             kept = self._arithmetic.rotate(kept, *rope_tables(self.frequencies, shift, 1), inverse=False)

@@ -69,6 +69,11 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.opaque_bytes if self.kind == "opaque" else self.elements * ELEMENT_BYTES[self.dtype]
 
     @property
+    def word(self) -> type[np.uint16] | type[np.uint32]:
+        """The type of the raw words a row is made of."""
+        return np.uint16 if ELEMENT_BYTES[self.dtype] == 2 else np.uint32
+
+    @property
     def units(self) -> int:
         """(layer, K|V, head) triples: what a bits map has an entry for."""
         return self.layers * self.parts * self.heads
@@ -81,7 +86,7 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         flat = np.frombuffer(row, dtype=np.uint8)
         if flat.size != self.row_bytes:
             raise ConfigError(f"a row of {flat.size} bytes was given where the form has {self.row_bytes}")
-        words: Raw = flat.view(np.uint16) if ELEMENT_BYTES[self.dtype] == 2 else flat.view(np.uint32)
+        words: Raw = flat.view(self.word)
         size = {"l": self.layers, "k": self.parts, "h": self.heads, "t": self.tokens, "d": self.head_dim}
         laid_out = words.reshape([size[axis] for axis in self.axes])
         canonical: Raw = laid_out.transpose([self.axes.index(axis) for axis in AXES])

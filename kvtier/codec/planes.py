@@ -1,6 +1,6 @@
 """Where everything lies in the payload of a block-quantised row, derived from the bits map alone.
 
-    sinks (first block of a prompt only): int8 [units, sinks, d], float16 scale [units, sinks]
+    sinks (first block of a prompt only): the row's own words [layers, parts, heads, sinks, d]
     scales and minima: K float16 [L, H, groups, d] twice, V float16 [L, H, t, groups] twice
     base planes, then residual planes: per class of equal bits, [units of the class, t * width / 8, d]
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtier.codec.arithmetic import PLANES, Bytes, Halfs
 from kvtier.codec.bits_map import BitsMap
 from kvtier.codec.boxes import Box
-from kvtier.codec.form import RowForm
+from kvtier.codec.form import ELEMENT_BYTES, RowForm
 from kvtier.errors import ConfigError
 
 
@@ -99,8 +99,8 @@ def plan_payload(form: RowForm, bits: BitsMap, *, sinks: int, key_group: int | N
 
 
 def sink_bytes(form: RowForm, sinks: int) -> int:
-    """Bytes the sinks of a row take: an int8 a number and a float16 scale a token and unit."""
-    return sinks * form.units * (form.head_dim + 2)
+    """Bytes the sinks of a row take: they stay as the engine wrote them."""
+    return sinks * form.units * form.head_dim * ELEMENT_BYTES[form.dtype]
 
 
 class Sections:
@@ -109,9 +109,7 @@ class Sections:
     def __init__(self, payload: Bytes, plan: PayloadPlan, form: RowForm) -> None:
         self._payload, self._plan, self._form = payload, plan, form
         units = (form.layers, form.parts, form.heads)
-        codes_end = plan.sinks * form.units * form.head_dim
-        self.sink_codes = payload[:codes_end].reshape(*units, plan.sinks, form.head_dim)
-        self.sink_scales = payload[codes_end : plan.scales_offset].view(np.float16).reshape(*units, plan.sinks)
+        self.sinks = payload[: plan.scales_offset].view(form.word).reshape(*units, plan.sinks, form.head_dim)
         keys, values = 2 * plan.key_scales, 2 * plan.value_scales
         start = plan.scales_offset
         self._pairs = (

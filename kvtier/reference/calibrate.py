@@ -36,7 +36,7 @@ from kvtier.reference.quality import Comparison, Passage, compare, form_of, prep
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
 
 BLOCK_TOKENS = 64
-_POSITIONS = 256
+_POSITIONS = 128
 _LEAST_PREFIX = 256
 _MOST_PREFIX = 1536
 GATED = ("int8", "d6", "d4", "d3", "m6", "m4", "m3")

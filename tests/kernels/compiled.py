@@ -38,6 +38,7 @@ class Case(NamedTuple):
     warps: int = 4
 
 
+M_WARPS = block_quant.warps_for(64 * 64, turned_and_mixed=True)
 STRIDES = {"block_stride": "i64", "head_stride": "i32", "token_stride": "i32", "part_stride": "i32"}
 SHAPE = {"LAYERS": 32, "HEADS": 8, "TOKENS": 64, "DIM": 64}
 TABLES = {"pointers": "*i64", "elements": "*bf16", "table": "*i64"}
@@ -80,8 +81,8 @@ CASES = {
     "d-keys-decode": Case(block_quant._decode_unit, DECODE, {**SHAPE, **D_KEYS}),
     "values-encode": Case(block_quant._encode_unit, BLOCK_QUANT, {**SHAPE, **VALUES}),
     "values-decode": Case(block_quant._decode_unit, DECODE, {**SHAPE, **VALUES}),
-    "m-keys-encode": Case(block_quant._encode_unit, BLOCK_QUANT, {**SHAPE, **M_KEYS}),
-    "m-keys-decode": Case(block_quant._decode_unit, DECODE, {**SHAPE, **M_KEYS}),
+    "m-keys-encode": Case(block_quant._encode_unit, BLOCK_QUANT, {**SHAPE, **M_KEYS}, M_WARPS),
+    "m-keys-decode": Case(block_quant._decode_unit, DECODE, {**SHAPE, **M_KEYS}, M_WARPS),
     "checksum": Case(checksum._sum_tile, {"words": "*i32", "partial": "*i32", "n_words": "i32"}, {"TILE": 4096}, 8),
     "window-normaliser": Case(
         select._normaliser, {**SELECT, "partial": "*fp32", "layer": "i32", "n_tokens": "i32", **STRIDES3, "scale": "fp32"},

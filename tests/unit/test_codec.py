@@ -199,7 +199,7 @@ def msgspec_replace_gates(calibration: Calibration) -> Calibration:
     return msgspec.structs.replace(calibration, gates={})
 
 
-@pytest.mark.parametrize("name", ["d6", "d4", "d3", "m4"])
+@pytest.mark.parametrize("name", ["d6", "d4", "m4"])
 def test_the_progressive_form_decodes_from_a_prefix_of_the_bytes(name: str) -> None:
     codec = make(name)
     assert isinstance(codec, BlockQuantCodec)
