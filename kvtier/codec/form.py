@@ -8,7 +8,7 @@ A codec must find the numbers in a row without knowing the engine. `axes` names 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import numpy as np
@@ -86,7 +86,7 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         flat = np.frombuffer(row, dtype=np.uint8)
         if flat.size != self.row_bytes:
             raise ConfigError(f"a row of {flat.size} bytes was given where the form has {self.row_bytes}")
-        words: Raw = flat.view(self.word)
+        words: Raw = cast(Raw, flat.view(self.word))
         size = {"l": self.layers, "k": self.parts, "h": self.heads, "t": self.tokens, "d": self.head_dim}
         laid_out = words.reshape([size[axis] for axis in self.axes])
         canonical: Raw = laid_out.transpose([self.axes.index(axis) for axis in AXES])
