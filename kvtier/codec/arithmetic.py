@@ -23,8 +23,8 @@ F16_TINY = 2.0**-24  # by less than this
 FP8_MAX = 448.0
 
 # By how much the range of a group is drawn in for few levels: clipping the extremes costs less than the coarser step.
-# Less than what minimises the squared error (0.65, 0.85, 0.95 for 2, 3, 4 bits): large keys matter more than others, and
-# from 3 bits on the gain was within the noise of measuring it.
+# Less than what minimises the squared error (0.65, 0.85, 0.95 for 2, 3, 4 bits): large keys matter more than others,
+# and from 3 bits on the gain was within the noise of measuring it.
 RANGE_SHARE = {3: 0.75}
 
 # Which planes the bits of a code are stored in: (base, residual). The base alone is a coarser code of the same value.
