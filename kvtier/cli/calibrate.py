@@ -14,7 +14,7 @@ def calibrate(
         Path | None, typer.Option("--output", "-o", help="File to write; by default in kvtier's cache, by fingerprint.")
     ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Text to measure on; may be repeated. By default a text that is shipped.")
+        list[Path] | None, typer.Option(help="Text to measure on; may be repeated. By default three that are at hand.")
     ] = None,
     method: Annotated[
         str,
@@ -28,12 +28,12 @@ def calibrate(
     from kvtier.cli.progress import StepProgress
     from kvtier.codec.registry import MAX_CALIBRATION_KL
     from kvtier.reference.calibrate import calibrate as measure
-    from kvtier.reference.calibrate import calibration_path, default_text
+    from kvtier.reference.calibrate import calibration_path, default_texts
     from kvtier.reference.prefix_model import PrefixModel
     from kvtier.reference.texts import read_texts
 
     loaded = PrefixModel(model)
-    texts = [content for _, content in read_texts(text)] if text else [default_text()]
+    texts = [content for _, content in read_texts(text)] if text else default_texts()
     with StepProgress() as progress:
         found = measure(loaded, texts, [part.strip() for part in method.split(",") if part.strip()], progress)
     path = output if output is not None else calibration_path(found.model)

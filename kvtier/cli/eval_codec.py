@@ -40,7 +40,8 @@ def eval_codec(
     from kvtier.codec.calibration import load_calibration
     from kvtier.errors import ConfigError
     from kvtier.reference import ledger
-    from kvtier.reference.calibrate import calibrate, calibration_path, default_text
+    from kvtier.reference.calibrate import calibrate, calibration_path
+    from kvtier.reference.calibrate import default_texts as calibration_texts
     from kvtier.reference.prefix_model import PrefixModel
     from kvtier.reference.texts import default_texts, read_texts
     from kvtier.sim.plot import require_matplotlib
@@ -58,7 +59,7 @@ def eval_codec(
         elif calibration is not None:
             raise ConfigError(f"no calibration at {path}")
         else:
-            found = calibrate(loaded, [default_text()], ("loo", "local", "ema"), progress)
+            found = calibrate(loaded, calibration_texts(), ("loo", "local", "ema"), progress)
             path.parent.mkdir(parents=True, exist_ok=True)
             found.save(path)
         texts = read_texts(text) if text else default_texts(loaded, prefix_tokens + positions)

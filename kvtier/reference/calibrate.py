@@ -11,6 +11,7 @@ Sensitivity of a unit (layer, K|V, head), three ways:
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -42,9 +43,14 @@ _MOST_PREFIX = 1536
 GATED = ("int8", "d6", "d4", "d3", "m6", "m4", "m3")
 
 
-def default_text() -> str:
-    """The text shipped for calibration: prose, dialogue, code, data."""
-    return resources.files("kvtier.reference").joinpath("calibration.txt").read_text()
+def default_texts() -> list[str]:
+    """What a model is calibrated on unless the user gives text: a shipped one (prose, dialogue, code, data) and two
+    modules of Python's library. Three texts rather than one halve the loss of the maps on others (docs/codecs.md)."""
+    import difflib
+    import pickletools
+
+    shipped = resources.files("kvtier.reference").joinpath("calibration.txt").read_text()
+    return [shipped, inspect.getsource(difflib), inspect.getsource(pickletools)]
 
 
 def calibration_path(fingerprint: str) -> Path:
