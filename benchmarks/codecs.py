@@ -78,7 +78,7 @@ def measure(form: RowForm, names: list[str]) -> list[dict[str, float | str]]:
         }
     )
     for arithmetic in ("torch", "numpy"):
-        for name in names:
+        for name in names if arithmetic == "torch" else [n for n in names if n not in ("raw", "zstd", "cachegen")]:
             codec = build_codec(CodecChoice(name=name, arithmetic=arithmetic), form, calibration)
             target = memoryview(bytearray(codec.encoded_bytes))
             out = np.empty_like(row)

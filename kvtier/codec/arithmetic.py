@@ -8,6 +8,8 @@ All of it is pure and thread-safe; numpy and torch release the GIL in every loop
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.codec.form import Raw
+from kvtier.codec.scratch import Scratch
 from kvtier.errors import ConfigError, NotEncodableError
 
 F16_MAX = 65_504.0
@@ -35,9 +38,8 @@ Halfs = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
 
-_PACK_UNITS = (
-    16  # units packed at a time: temporaries stay in the cache, and below what malloc would ask the kernel for
-)
+_SCRATCH = Scratch()
+_PACK_BYTES = 256 << 10  # codes packed at a time: with the temporary they stay in the cache
 
 
 class Arithmetic(Protocol):
@@ -160,41 +162,51 @@ def pack(codes: Bytes, bits: int, base: Bytes, residual: Bytes) -> None:
     Token t shares a byte with tokens t + T/k, t + 2T/k, ...: whole rows combine, eight bytes in one machine word.
     """
     high, low = PLANES[bits]
-    words = codes.reshape(len(codes), -1).view(np.uint64)
-    for start in range(0, len(words), _PACK_UNITS):
-        some = words[start : start + _PACK_UNITS]
-        _fold(some >> np.uint64(low) if low else some, high, _cut(base, words, high, start))
+    for some, base_words, residual_words, spare in _batches(codes, bits, base, residual):
         if low:
-            _fold(some, low, _cut(residual, words, low, start))
+            np.right_shift(some, np.uint64(low), out=spare)
+        _fold(spare if low else some, high, base_words)
+        if low:
+            _fold(some, low, residual_words)
 
 
 def unpack(base: Bytes, residual: Bytes | None, bits: int, codes: Bytes) -> None:
     """The inverse of pack, into `codes`; without a residual the low bits are zero."""
-    high, low = PLANES[bits]
-    words = codes.reshape(len(codes), -1).view(np.uint64)
-    for start in range(0, len(words), _PACK_UNITS):
-        some = words[start : start + _PACK_UNITS]
-        _unfold(_cut(base, words, high, start), high, some)
+    _, low = PLANES[bits]
+    high = PLANES[bits][0]
+    for some, base_words, residual_words, spare in _batches(codes, bits, base, residual):
+        _unfold(base_words, high, some)
         if low:
             some <<= np.uint64(low)
         if low and residual is not None:
-            rest = np.empty_like(some)
-            _unfold(_cut(residual, words, low, start), low, rest)
-            some |= rest
+            _unfold(residual_words, low, spare)
+            some |= spare
 
 
-def _cut(plane: Bytes, words: Words, width: int, start: int) -> Words:
-    """The words of a plane that belong to units [start, start + _PACK_UNITS)."""
-    length = words.shape[1] * width // 8
-    return plane.view(np.uint64).reshape(-1, length)[start : start + _PACK_UNITS]
+def _batches(
+    codes: Bytes, bits: int, base: Bytes, residual: Bytes | None
+) -> Iterator[tuple[Words, Words, Words, Words]]:
+    """Units in batches: their codes, their parts of the planes, and room for one temporary, all as 64-bit words."""
+    high, low = PLANES[bits]
+    words = codes.reshape(len(codes), -1).view(np.uint64)
+    units = max(1, _PACK_BYTES // max(1, 8 * words.shape[1]))
+    spare = _room("spare", (min(units, len(words)), words.shape[1]))
+    planes = [
+        plane.view(np.uint64).reshape(len(words), -1) if width and plane is not None else words[:, :0]
+        for plane, width in ((base, high), (residual, low))
+    ]
+    for start in range(0, len(words), units):
+        some = words[start : start + units]
+        yield some, planes[0][start : start + units], planes[1][start : start + units], spare[: len(some)]
 
 
 def _fold(words: Words, width: int, packed: Words) -> None:
     shares, mask = 8 // width, _each_byte((1 << width) - 1)
     length = packed.shape[1]
+    part = _room("part", packed.shape)
     np.bitwise_and(words[:, :length], mask, out=packed)
     for i in range(1, shares):
-        part = words[:, i * length : (i + 1) * length] & mask
+        np.bitwise_and(words[:, i * length : (i + 1) * length], mask, out=part)
         part <<= np.uint64(i * width)
         packed |= part
 
@@ -206,6 +218,10 @@ def _unfold(packed: Words, width: int, words: Words) -> None:
         part = words[:, i * length : (i + 1) * length]
         np.right_shift(packed, np.uint64(i * width), out=part)
         part &= mask
+
+
+def _room(name: str, shape: tuple[int, ...]) -> Words:
+    return _SCRATCH.bytes_of(name, 8 * math.prod(shape)).view(np.uint64).reshape(shape)
 
 
 def _each_byte(value: int) -> np.uint64:

@@ -6,8 +6,8 @@ Both keep the first four tokens of a prompt (attention sinks) as they are, outsi
 their bits from a map. KIVI (arXiv:2402.02750) is the same without rotation, sinks and map.
 
 Keys are un-rotated by their absolute position. Where it is not known, D un-rotates relative to the block's first token:
-one rotation common to all keys of the block is left in, which mixes the ranges of paired channels (about 1.5 times the
-KL at 4 bits), and M leaves the mean out. Rotations add up, so a block can be decoded at another position.
+one rotation common to all keys of the block is left in, which mixes the ranges of paired channels (about 1.3 times the
+KL at 6 bits), and M leaves the mean out. Rotations add up, so a block can be decoded at another position.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvtier.codec.form import RowForm
 from kvtier.codec.header import HEADER_BYTES, POSITION_UNKNOWN, Header, checked_payload, read_header
 from kvtier.codec.planes import PayloadPlan, Sections, plan_payload
 from kvtier.codec.rope import rope_tables
+from kvtier.codec.scratch import Scratch
 from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError
 
 FIRST_BLOCK = 1
@@ -82,6 +83,7 @@ class BlockQuantCodec:
             raise ConfigError(f"codec {name} keeps {recipe.sinks} first tokens whole; blocks have only {form.tokens}")
         self.name, self.form, self.recipe = name, form, recipe
         self._arithmetic = arithmetic
+        self._scratch = Scratch()
         self.frequencies = inverse_frequencies
         self.means = means
         self.mixed = mixed_channels(form.head_dim, recipe.mixed_channels)
@@ -104,7 +106,7 @@ class BlockQuantCodec:
         raw = self.form.numbers(row)
         payload = target[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes]
         sections = Sections(np.frombuffer(payload, dtype=np.uint8), plan, self.form)
-        codes = np.empty((self.form.units, self.form.tokens, self.form.head_dim), dtype=np.uint8)
+        codes = self._codes()
         for box in self._boxes():
             values = self._arithmetic.load(box.cut(raw), self.form.dtype)
             values = values.reshape(box.units, self.form.tokens, self.form.head_dim)
@@ -162,7 +164,7 @@ class BlockQuantCodec:
             raise CorruptBlockError(f"{self.name}: only {len(payload)} bytes of payload are there")
         raw = self.form.numbers(row)
         sections = Sections(np.frombuffer(payload, dtype=np.uint8), plan, self.form)
-        codes = np.empty((self.form.units, self.form.tokens, self.form.head_dim), dtype=np.uint8)
+        codes = self._codes()
         for c in plan.classes:
             mine = codes[c.start : c.start + c.count]
             unpack(sections.base(c), sections.residual(c) if with_residual else None, c.bits, mine)
@@ -246,6 +248,11 @@ class BlockQuantCodec:
     def _mean_of(self, box: Box) -> Floats:
         assert self.means is not None
         return self.means[box.layer : box.layer_end, box.head : box.head_end].reshape(box.units, 1, -1)
+
+    def _codes(self) -> Bytes:
+        """Room for a row's codes [units, tokens, d] in class order, the thread's until its next row."""
+        form = self.form
+        return self._scratch.bytes_of("codes", form.elements).reshape(form.units, form.tokens, form.head_dim)
 
     def _boxes(self) -> Iterator[Box]:
         return boxes_of(self.form)

@@ -33,7 +33,7 @@ MAX_CALIBRATION_KL = {"d6": 5e-4, "d4": 5e-3, "d3": 2e-2, "m6": 5e-4, "m4": 5e-3
 
 class CodecChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A codec and how it is built. `sensitivity` is where a preset's bits map comes from: "loo" (leave-one-out KL),
-    "local" (one-pass output error), "ema" (attention mass; for comparison) or "uniform" (no map)."""
+    "local" (one-pass output error), "ema" (attention mass, to compare) or "uniform" (the same bytes spread evenly)."""
 
     name: str = "raw"
     sensitivity: str = "loo"
@@ -82,12 +82,9 @@ def preset_maps(
     """
     mean_bits = PRESETS[name]
     extra = sink_bytes(form, recipe.sinks) * 8 / form.elements
-    if source == "uniform":
-        weights = np.ones((form.layers, form.parts, form.heads))
-        plain = uniform_bits(weights.shape, int(mean_bits))
-    else:
-        weights = calibration.sensitivities(source)
-        plain = allocate_bits(weights, mean_bits)
+    shape = (form.layers, form.parts, form.heads)
+    weights = np.ones(shape) if source == "uniform" else calibration.sensitivities(source)
+    plain = allocate_bits(weights, mean_bits)
     first_bits = float(plain.mean()) - extra
     if first_bits < 2:
         return plain, plain

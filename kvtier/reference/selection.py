@@ -113,43 +113,43 @@ class InfiniGen:
     """
 
     def __init__(
-        self, model: PrefixModel, ratio: float = PARTIAL_RATIO, *, skew: bool = True, speculate: bool = True
+        self,
+        model: PrefixModel,
+        calibration: Passage,
+        ratio: float = PARTIAL_RATIO,
+        *,
+        skew: bool = True,
+        speculate: bool = True,
     ) -> None:
+        """Turns and columns come from the queries of `calibration`, a passage of another text."""
         self._model = model
-        self._ratio = ratio
-        self._skew = skew
         self._speculate = speculate
         self._turns: list[torch.Tensor] = []
         self._columns: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
-
-    def begin(self, passage: Passage) -> None:
-        """Calibrate on the passage's own reference run: turns and columns per layer, and the layer inputs to guess
-        from (one exact pass; a real engine has them as it goes)."""
-        model = self._model
-        self._turns, self._columns, self._inputs = [], [], []
-        model.run(passage.following, passage.kv, inputs=self._inputs)
-        positions = torch.arange(passage.kv.shape[3], passage.kv.shape[3] + len(passage.following))[None]
-        cosine, sine = model.model.model.rotary_emb(self._inputs[0], positions)
-        width = max(1, int(self._ratio * model.head_dim))
+        self.begin(calibration)
+        width = max(1, int(ratio * model.head_dim))
         for layer, hidden in enumerate(self._inputs):
             normed = model.model.model.layers[layer].input_layernorm(hidden)
-            queries = self._queries(layer, normed, cosine, sine)
-            if self._skew:
-                _, _, turn = torch.linalg.svd(queries.flatten(1, 2), full_matrices=False)
-                turn = turn.transpose(1, 2)
-            else:
-                turn = torch.eye(model.head_dim).expand(model.heads, -1, -1)
-            mass = (queries.flatten(1, 2) @ turn).abs().sum(dim=1)
+            queries = self._queries(layer, normed).flatten(1, 2)
+            turn = torch.eye(model.head_dim).expand(model.heads, -1, -1)
+            if skew:
+                turn = torch.linalg.svd(queries, full_matrices=False)[2].transpose(1, 2)
             self._turns.append(turn)
-            self._columns.append(mass.topk(width, dim=-1).indices)
-        self._cosine, self._sine = cosine, sine
+            self._columns.append((queries @ turn).abs().sum(dim=1).topk(width, dim=-1).indices)
+
+    def begin(self, passage: Passage) -> None:
+        """Collect each layer's input over a passage by one exact pass: what the next layer is guessed from. An engine
+        has them as it goes."""
+        self._inputs: list[torch.Tensor] = []
+        self._model.run(passage.following, passage.kv, inputs=self._inputs)
+        positions = torch.arange(passage.kv.shape[3], passage.kv.shape[3] + len(passage.following))[None]
+        self._tables = self._model.model.model.rotary_emb(self._inputs[0], positions)
 
     def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Guessed scores [heads, n, tokens] of `layer`."""
         if self._speculate and layer > 0:
             normed = self._model.model.model.layers[layer].input_layernorm(self._inputs[layer - 1])
-            grouped = self._queries(layer, normed, self._cosine, self._sine)
+            grouped = self._queries(layer, normed)
         else:
             grouped = queries.reshape(keys.shape[1], -1, queries.shape[2], keys.shape[3])
         turn, columns = self._turns[layer], self._columns[layer]
@@ -159,8 +159,9 @@ class InfiniGen:
         some_queries = turned.gather(3, index[:, None].expand(-1, turned.shape[1], turned.shape[2], -1))
         return torch.einsum("hgnc,htc->hgnt", some_queries, some_keys).mean(dim=1)
 
-    def _queries(self, layer: int, normed: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        queries = self._model.project(layer, normed, cosine, sine)[0]
+    def _queries(self, layer: int, normed: torch.Tensor) -> torch.Tensor:
+        """Rotated queries [heads, group, n, d] of the passage."""
+        queries = self._model.project(layer, normed, *self._tables)[0]
         return queries.reshape(self._model.heads, -1, normed.shape[1], self._model.head_dim)
 
 

@@ -57,7 +57,12 @@ def test_the_model_computes_what_hugging_face_computes(model: PrefixModel, ids: 
 
 
 def test_a_budget_of_everything_is_exact(model: PrefixModel, passage: Passage) -> None:
-    for selector in (selection.oracle, selection.recent, selection.quest(), selection.InfiniGen(model, ratio=1.0)):
+    for selector in (
+        selection.oracle,
+        selection.recent,
+        selection.quest(),
+        selection.InfiniGen(model, passage, ratio=1.0),
+    ):
         found = selection.evaluate(model, passage, selector, 1.0)
         assert found.recall == pytest.approx(1.0, abs=1e-5)
         assert found.comparison.kl.max() < 1e-5
@@ -65,7 +70,12 @@ def test_a_budget_of_everything_is_exact(model: PrefixModel, passage: Passage) -
 
 def test_no_selector_keeps_more_than_the_oracle(model: PrefixModel, passage: Passage) -> None:
     best = selection.evaluate(model, passage, selection.oracle, 0.2).recall
-    others = (selection.recent, selection.quest(), selection.InfiniGen(model), selection.InfiniGen(model, skew=False))
+    others = (
+        selection.recent,
+        selection.quest(),
+        selection.InfiniGen(model, passage),
+        selection.InfiniGen(model, passage, skew=False),
+    )
     for selector in others:
         assert 0 < selection.evaluate(model, passage, selector, 0.2).recall <= best + 1e-6
 
@@ -73,8 +83,7 @@ def test_no_selector_keeps_more_than_the_oracle(model: PrefixModel, passage: Pas
 def test_infinigens_turn_is_exact_and_speculation_off_with_all_columns_is_the_true_score(
     model: PrefixModel, passage: Passage
 ) -> None:
-    infinigen = selection.InfiniGen(model, ratio=1.0, speculate=False)
-    infinigen.begin(passage)
+    infinigen = selection.InfiniGen(model, passage, ratio=1.0, speculate=False)
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(1, model.query_heads, 5, model.head_dim, generator=generator)
     keys = passage.kv[2, 0][None]
