@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvtier.errors import ConfigError
 
 CHOICES = (2, 3, 4, 5, 6, 8)
+_LEAST_COST = 1e-30  # nats; far below any measurement, and above where products of it would vanish
 BitsMap = npt.NDArray[np.uint8]  # [layers, parts, heads]
 
 
@@ -43,7 +44,7 @@ def allocate_bits(
     """
     cost = np.maximum(np.nan_to_num(sensitivity.astype(np.float64)), 0).ravel()
     floor = float(cost[cost > 0].min()) if (cost > 0).any() else 1.0
-    cost = np.maximum(cost, floor * 1e-3)
+    cost = np.maximum(cost, max(floor * 1e-3, _LEAST_COST))
     bits = np.full(cost.size, choices[0], dtype=np.uint8)
     budget = int(mean_bits * cost.size + 1e-9) - int(bits.sum())
     if budget < 0:

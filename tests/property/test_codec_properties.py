@@ -110,14 +110,10 @@ def test_entropy_coding_is_exact_and_near_the_entropy(
     assert len(data) * 8 <= ideal_bits * 1.01 + lanes * 50
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    sensitivity=st.lists(st.floats(0, 10), min_size=1, max_size=40),
-    mean=st.floats(2, 8),
-    permutation=st.randoms(use_true_random=False),
-)
-def test_maps_keep_the_budget_and_do_not_depend_on_the_order_of_units(
-    sensitivity: list[float], mean: float, permutation: object
+@settings(max_examples=200, deadline=None)
+@given(sensitivity=st.lists(st.floats(0, 10), min_size=1, max_size=40), mean=st.floats(2, 8))
+def test_maps_keep_the_budget_and_give_more_bits_to_what_is_more_sensitive(
+    sensitivity: list[float], mean: float
 ) -> None:
     values = np.array(sensitivity)
     bits = allocate_bits(values, mean)
@@ -126,4 +122,4 @@ def test_maps_keep_the_budget_and_do_not_depend_on_the_order_of_units(
     order = np.argsort(values, kind="stable")
     assert (
         np.diff(bits[order].astype(int)) >= -2
-    ).all()  # more sensitive, not fewer bits (but for the last ones dealt)
+    ).all()  # one step less at most: where the budget ran out among equals
