@@ -20,7 +20,7 @@ from kvtier.cache.request import BlockState, CachedRequest, LoadPlan
 from kvtier.index.residency import ABSENT
 from kvtier.model.keys import key_at
 from kvtier.model.request import MissReason
-from kvtier.place.gate import Cut, choose_cut
+from kvtier.place.gate import Cut, LinkLoad, choose_cut, recompute_by_cut
 from kvtier.tiers.protocol import RowId, RowStatus
 
 if TYPE_CHECKING:
@@ -236,22 +236,20 @@ class Loader:
         cache = self._cache
         if not cache.config.gate or stop <= start:
             return Cut(max(0, stop - start), 0.0, 0.0)
-        window = slice(start, stop)
+        window, n = slice(start, stop), stop - start
         backlog = cache.mover.bytes_waiting["read"]
-        costs = [(cache.memory.curve(0), _cumulative(above[window], cache.memory.row_bytes))]
+        up = []
         for index, level in enumerate(cache.lower):
             rows = below[window] & (where[window] == index)
             if rows.any():
-                costs.append((level.curve(backlog), _cumulative(rows, level.row_bytes)))
-        # Windows were stored at the boundary only: no cut before it can be loaded.
-        cut = choose_cut(
-            costs,
-            cache.prefill,
-            start * cache.block_tokens,
-            cache.block_tokens,
-            request.context.prompt_tokens,
-            whole=bool(cache.window_groups),
+                up.append(LinkLoad(level.curve(backlog), _cumulative(rows, level.row_bytes)))
+        # All of it lands in memory before the engine copies any of it.
+        copied = LinkLoad(cache.memory.curve(0), _cumulative((above | below)[window], cache.memory.row_bytes))
+        recompute = recompute_by_cut(
+            cache.prefill, start * cache.block_tokens, cache.block_tokens, request.context.prompt_tokens, n
         )
+        # Windows were stored at the boundary only: no cut before it can be loaded.
+        cut = choose_cut([up, [copied]], recompute, n, whole=bool(cache.window_groups))
         if request.limit_blocks is None:
             decision = "all" if cut.blocks == stop - start else "part" if cut.blocks else "none"
             cache.recorder.add("kvtier_gate_decisions", 1, decision)

@@ -32,7 +32,7 @@ from kvtier.index.tree import PrefixTree
 from kvtier.model.keys import KEY_BYTES, chain_length
 from kvtier.model.request import MissReason
 from kvtier.observe.metrics import Labels, Recorder
-from kvtier.place.gate import PrefillModel, choose_cut
+from kvtier.place.gate import LinkLoad, PrefillModel, choose_cut, recompute_by_cut
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.tiers.health import Breaker, BreakerState
 from kvtier.tiers.inflight import InFlight
@@ -256,12 +256,12 @@ class StorageCache:
         if not n or not self.config.gate:
             return n
         size = self.geometry.block_tokens
-        costs = []
+        links = []  # read one after the other: `load` goes from level to level
         for index, level in enumerate(self.levels):
             here = np.cumsum(np.concatenate([[0], where == index])) * float(level.row_bytes * self.geometry.groups)
             if here[-1]:
-                costs.append((level.curve(0), here))
-        cut = choose_cut(costs, self.prefill, depth * size, size, (depth + n) * size)
+                links.append([LinkLoad(level.curve(0), here)])
+        cut = choose_cut(links, recompute_by_cut(self.prefill, depth * size, size, (depth + n) * size, n), n)
         self.recorder.add("kvtier_gate_decisions", 1, "all" if cut.blocks == n else "part" if cut.blocks else "none")
         return cut.blocks
 

@@ -4,22 +4,21 @@ The decision is made once per chain and kept: deciding block by block orphans ta
 that was not can never be hit). So the answer is always a leading part of the path. Segments that several sessions
 share are always written.
 
-Prices are configuration; the defaults are public list prices (docs/forecast.md).
+Prices are configuration with documented defaults (place/prices.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from kvtier.index.tree import PrefixTree, Segment
+from kvtier.place.prices import Prices, TierPrice
 from kvtier.predict.forecast import Forecast
 
 _HOUR_S = 3600.0
-_GB = 1e9
 
 
 class WriteAdmission(Protocol):
@@ -38,24 +37,6 @@ class AlwaysAdmit:
         return len(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a saved GPU second and a written and a held gigabyte are worth, in one currency."""
-
-    gpu_per_hour: float = 5.0
-    gpus: int = 1
-    wear_per_gb: float = 5.5e-5
-    hold_per_gb_hour: float = 8.2e-5
-
-    def write(self, n_bytes: float, hold_s: float) -> float:
-        """Cost of writing bytes and holding them."""
-        return n_bytes / _GB * (self.wear_per_gb + self.hold_per_gb_hour * hold_s / _HOUR_S)
-
-    def compute(self, seconds: float) -> float:
-        """Cost of computing for that long."""
-        return seconds * self.gpus * self.gpu_per_hour / _HOUR_S
-
-
 class AdmitByValue:
     """Admit where expected saving exceeds wear and rent: P(reuse here) · recompute / (1 - busy) · price of the GPU >
     bytes · (price of wear + price of room · time held). A TreeListener; one writer."""
@@ -68,17 +49,20 @@ class AdmitByValue:
         block_bytes: int,
         recompute_s: Callable[[int, int], float],
         prices: Prices | None = None,
+        tier: TierPrice | None = None,
         shielded_s: float = 60.0,
         horizon_s: float = 4 * _HOUR_S,
         hold_s: float = _HOUR_S,
     ) -> None:
-        """`recompute_s(start, stop)`: seconds to compute those tokens of a prompt. A return within `shielded_s` is
-        served by a faster tier and earns nothing here; none is expected after `horizon_s`. `hold_s`: how long what is
-        written stays on average; `shielded_s` and `hold_s` are the tiers' eviction ages, for the owner to keep up."""
+        """`tier` is what this medium costs (default: NVMe's price). `recompute_s(start, stop)`: seconds to compute
+        those tokens of a prompt. A return within `shielded_s` is served by a faster tier and earns nothing here; none
+        is expected after `horizon_s`. `hold_s`: how long what is written stays on average; `shielded_s` and `hold_s`
+        are the tiers' eviction ages, for the owner to keep up."""
         self._forecast = forecast
         self._block_bytes = block_bytes
         self._recompute_s = recompute_s
-        self._prices = prices or Prices()
+        self.prices = prices or Prices()
+        self.tier = tier or self.prices.of("nvme")
         self.shielded_s = shielded_s
         self._horizon_s = horizon_s
         self.hold_s = hold_s
@@ -104,8 +88,8 @@ class AdmitByValue:
     def threshold(self, tokens: int, start_token: int = 0) -> float:
         """The reuse probability above which a chain of so many tokens is admitted: the tier's implied threshold."""
         blocks = tokens / self._forecast.block_tokens
-        saved = self._prices.compute(self._recompute_s(start_token, start_token + tokens)) / (1.0 - min(self.busy, 0.9))
-        cost = self._prices.write(blocks * self._block_bytes, self.hold_s)
+        saved = self.prices.compute(self._recompute_s(start_token, start_token + tokens)) / (1.0 - min(self.busy, 0.9))
+        cost = self.tier.write(blocks * self._block_bytes, self.hold_s)
         return cost / saved if saved > 0 else float("inf")
 
     def _is_worth_it(self, first: Segment, last: Segment, now: float) -> bool:

@@ -1,10 +1,17 @@
 """Load or recompute: the gate that keeps a slow tier from being worse than no cache.
 
-For every prefix cut k of what was found, the time to the first token is T(k) = load(k) + recompute(rest); the gate
-takes the cut with the least T(k) + e·R(k), where R is the recompute left to the GPU and e the price of a busy GPU
-(facts of placement under contention; docs/architecture.md §6). Both sides are measured: recompute by least squares on
-the engine's own prefill steps, linear plus quadratic in position (Mooncake, FAST'25, eq. 1); load by each tier's cost
-curve and backlog. Ties go to the longer load.
+Of every prefix cut k of what was found the gate takes the one with the least T(k) + e·R(k): T the time until the first
+token, R the recompute left to the GPU, e the price of a busy GPU (place/busy.py). The seconds a load takes from a busy
+link are priced in the same way. A gate that looks at latency alone does harm under load: it sends work to the GPU, or
+to the link, that others wait for. Both sides are measured: recompute by least squares on the engine's own prefill
+steps, linear plus quadratic in position (Mooncake, FAST'25, eq. 1); load by each link's cost curve and backlog.
+
+    T(k) = max(load(k), queue + R(k))        where layers load while others are computed (overlap)
+    T(k) = max(load(k), queue) + R(k)        where the load must end first
+
+A load passes stages one after the other, and in each of them its links side by side: NVMe and the way to the device are
+two links of one stage where chunks are pipelined, two stages where everything lands in memory first. Ties go to the
+longer load.
 """
 
 from __future__ import annotations
@@ -81,7 +88,7 @@ class PrefillModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadCurve:
-    """What loading from one tier costs: latency_s + backlog_s once, then bytes / bytes_per_s."""
+    """What loading over one link costs: latency_s + backlog_s once, then bytes / bytes_per_s."""
 
     latency_s: float
     bytes_per_s: float
@@ -94,39 +101,121 @@ class LoadCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """What the cuts move over one link: `cumulative[k]` bytes for the first k blocks (n + 1 values, ascending).
+
+    `price` is what others lose for each second of the link, in seconds (`BusyMeter.price`).
+    """
+
+    curve: LoadCurve
+    cumulative: Floats
+    price: float = 0.0
+
+    def seconds(self) -> Floats:
+        """Until the last byte of every cut is over the link."""
+        return self.curve.seconds(self.cumulative)
+
+    def cost(self) -> Floats:
+        """What every cut's own bytes cost others."""
+        cost: Floats = self.price * self.cumulative / self.curve.bytes_per_s
+        return cost
+
+
+Stages = Sequence[Sequence[LinkLoad]]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """What a request meets at the GPU: `queue_s` of prefill before it, the price of a second, and whether the engine
+    computes while layers are still being loaded."""
+
+    queue_s: float = 0.0
+    price: float = 0.0
+    overlap: bool = False
+
+
+IDLE = GpuLoad()
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
-    """The gate's answer: load the first `blocks` blocks; `load_s` and `recompute_s` are what that was estimated at."""
+    """The gate's answer: load the first `blocks` of `found` blocks, and what that was estimated at.
+
+    `ttft_s` includes the queue at the GPU; `recompute_all_s` is what loading nothing would leave to it. Both sides are
+    0 where it is not known yet what recompute costs.
+    """
 
     blocks: int
     load_s: float
     recompute_s: float
+    found: int = 0
+    ttft_s: float = 0.0
+    queue_s: float = 0.0
+    recompute_all_s: float = 0.0
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of the load that nothing hides: neither the queue nor, with overlap, the compute."""
+        return max(0.0, self.ttft_s - self.queue_s - self.recompute_s)
+
+    @property
+    def effective_hit(self) -> float:
+        """1 - T(cut) / T(nothing loaded): the hit rate that counts. It is below the share of tokens hit, because
+        attention over what was loaded is still computed, and loading takes time."""
+        nothing_s = self.queue_s + self.recompute_all_s
+        return 1.0 - self.ttft_s / nothing_s if nothing_s > 0 else 0.0
 
 
-def choose_cut(
-    bytes_by_tier: list[tuple[LoadCurve, Floats]],
-    prefill: PrefillModel,
-    start_token: int,
-    block_tokens: int,
-    prompt_tokens: int,
-    gpu_price: float = 0.0,
-    whole: bool = False,
-) -> Cut:
-    """How many of the blocks found after `start_token` to load; with `whole`, all of them or none.
+def work_left(hit: float) -> tuple[float, float]:
+    """Shares of linear and of attention work left when the first `hit` of a prompt is in the cache: 1 - h and 1 - h²
+    (a token attends to all before it, so the last half of a prompt is three quarters of its attention)."""
+    return 1.0 - hit, 1.0 - hit * hit
 
-    `bytes_by_tier` gives, for each tier, its curve and the cumulative bytes to load from it for 0, 1, … n blocks
-    (arrays of n + 1). Tiers are read one after the other at worst, so their times add up. Where the prefill model has
-    not seen enough to say what recomputing costs, everything is loaded.
-    """
-    n = len(bytes_by_tier[0][1]) - 1 if bytes_by_tier else 0
-    load: Floats = np.zeros(n + 1)
-    for curve, cumulative in bytes_by_tier:
-        load += curve.seconds(cumulative)
-    if n == 0 or not prefill.knows(prompt_tokens - start_token):
-        return Cut(n, float(load[n]), 0.0)
+
+def load_seconds(stages: Stages, n: int) -> Floats:
+    """Until every cut of 0…n blocks is loaded: the slowest link of each stage, stages added up."""
+    total: Floats = np.zeros(n + 1)
+    for stage in stages:
+        slowest: Floats = np.zeros(n + 1)
+        for link in stage:
+            np.maximum(slowest, link.seconds(), out=slowest)
+        total += slowest
+    return total
+
+
+def recompute_by_cut(
+    prefill: PrefillModel, start_token: int, block_tokens: int, prompt_tokens: int, n: int
+) -> Floats | None:
+    """R(k) for cuts of 0…n blocks found after `start_token`; None where too little was seen to say."""
+    if not prefill.knows(prompt_tokens - start_token):
+        return None
     starts = np.minimum(start_token + block_tokens * np.arange(n + 1), prompt_tokens)
-    recompute = prefill.seconds_from(starts, prompt_tokens)
-    total = load + (1.0 + gpu_price) * recompute
+    return prefill.seconds_from(starts, prompt_tokens)
+
+
+def choose_cut(stages: Stages, recompute: Floats | None, n: int, gpu: GpuLoad = IDLE, whole: bool = False) -> Cut:
+    """How many of `n` blocks found to load; with `whole`, all of them or none.
+
+    `recompute` is R(k) for 0…n blocks. Where it is not known (None) everything is loaded: a cache that waits to be
+    taught what it saves would save nothing until then.
+    """
+    load = load_seconds(stages, n)
+    if recompute is None:
+        return Cut(n, float(load[n]), 0.0, n)
+    computed = gpu.queue_s + recompute
+    ttft = np.maximum(load, computed) if gpu.overlap else np.maximum(load, gpu.queue_s) + recompute
+    cost = ttft + gpu.price * recompute
+    for stage in stages:
+        for link in stage:
+            if link.price:
+                cost = cost + link.cost()
     if whole:
-        total[1:n] = np.inf
-    best = n - int(np.argmin(total[::-1]))
-    return Cut(best, float(load[best]), float(recompute[best]))
+        cost[1:n] = np.inf
+    best = n - int(np.argmin(cost[::-1]))
+    return Cut(best, float(load[best]), float(recompute[best]), n, float(ttft[best]), gpu.queue_s, float(recompute[0]))
+
+
+def may_start(remaining_load_s: float, compute_s: float) -> bool:
+    """Whether a request whose layers load while it computes may be given to the GPU: only when what is left to load,
+    the backlog of its links included, takes no longer than its compute. Started sooner, the GPU would stand still."""
+    return remaining_load_s <= compute_s

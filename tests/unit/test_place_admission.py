@@ -7,7 +7,8 @@ import pytest
 
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.request import Outcome, RequestContext, StopReason
-from kvtier.place.admission import AdmitByValue, AlwaysAdmit, Prices
+from kvtier.place.admission import AdmitByValue, AlwaysAdmit
+from kvtier.place.prices import Prices, TierPrice
 from kvtier.predict.forecast import Forecast
 
 BLOCK = 160 * 2**20  # bytes of 512 tokens of a 70B model
@@ -15,7 +16,7 @@ PREFILL_TOKENS_PER_S = 20_000.0
 
 
 class Server:
-    def __init__(self, **prices: float) -> None:
+    def __init__(self, tier: TierPrice | None = None) -> None:
         self.tree = PrefixTree(key_bytes=1)
         self.forecast = Forecast(self.tree)
         self.admission = AdmitByValue(
@@ -23,7 +24,8 @@ class Server:
             self.forecast,
             block_bytes=BLOCK,
             recompute_s=lambda start, stop: (stop - start) / PREFILL_TOKENS_PER_S,
-            prices=Prices(gpus=8, **prices),  # type: ignore[arg-type]
+            prices=Prices(gpus=8),
+            tier=tier,
         )
         self.now = 0.0
 
@@ -53,15 +55,15 @@ def test_threshold_is_of_the_order_the_prices_imply() -> None:
 
 def test_cheap_media_take_everything_dear_ones_nothing() -> None:
     for wear, expected in ((0.0, 1), (1.0, 0)):
-        server = Server(wear_per_gb=wear, hold_per_gb_hour=0.0)
+        server = Server(TierPrice(wear, 0.0))
         path = server.ask(b"abc")
         assert server.admission.admit(path, server.now) == expected
 
 
 def test_the_decision_is_kept_and_holds_for_all_that_follows() -> None:
-    server = Server(wear_per_gb=1.0)
+    server = Server(TierPrice(1.0))
     assert server.admission.admit(server.ask(b"abc"), server.now) == 0
-    server.admission._prices = Prices(wear_per_gb=0.0, hold_per_gb_hour=0.0)
+    server.admission.tier = TierPrice()
     assert server.admission.admit(server.ask(b"abcdef"), server.now) == 0
     fork = server.ask(b"abxyz")
     assert len(fork) == 2
@@ -70,7 +72,7 @@ def test_the_decision_is_kept_and_holds_for_all_that_follows() -> None:
 
 
 def test_shared_segments_are_always_written_and_heads_come_first() -> None:
-    server = Server(wear_per_gb=1.0)
+    server = Server(TierPrice(1.0))
     server.ask(b"sysA")
     server.ask(b"sysB")
     path = server.ask(b"sysA1")
@@ -79,11 +81,11 @@ def test_shared_segments_are_always_written_and_heads_come_first() -> None:
 
 
 def test_forgotten_segments_are_decided_anew() -> None:
-    server = Server(wear_per_gb=1.0)
+    server = Server(TierPrice(1.0))
     path = server.ask(b"abc")
     assert server.admission.admit(path, server.now) == 0
     server.tree.truncate(path[0], 0)
-    server.admission._prices = Prices(wear_per_gb=0.0, hold_per_gb_hour=0.0)
+    server.admission.tier = TierPrice()
     assert server.admission.admit(server.ask(b"abc"), server.now) == 1
 
 
