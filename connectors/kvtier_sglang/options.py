@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError
+from kvtier.tiers.open import configured_tiers
 
 # Read by SGLang itself: how to find this class, and how it prefetches. Some versions hand them on, some do not.
 _ENGINE_KEYS = frozenset(
@@ -38,7 +39,7 @@ def cache_config(extra_config: Mapping[str, Any] | None) -> CacheConfig:
         raise ConfigError(
             "dram_bytes has no meaning under SGLang, whose HiCache owns host memory; remove it and set --hicache-size"
         )
-    if not config.nvme_path:
+    if not configured_tiers(config):
         raise ConfigError(
             'kvtier has no tier to keep pages in; set nvme_path and nvme_bytes, for example "nvme_path": "/cache", '
             '"nvme_bytes": "500GiB"'

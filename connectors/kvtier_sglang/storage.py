@@ -19,10 +19,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from kvtier.cache.storage_cache import StorageCache
 from kvtier.cache.tier_cache import Geometry
 from kvtier.config import CacheConfig
-from kvtier.errors import ConfigError, EngineMismatchError
+from kvtier.errors import EngineMismatchError
 from kvtier.model.keys import Chain, KeySpace
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.protocol import Tier
+from kvtier.tiers.open import SHARED_TIERS, Share, Site, configured_tiers, open_lower_tiers
 from kvtier_sglang import hooks, metrics
 from kvtier_sglang.above import pages_above
 from kvtier_sglang.compat import check_version, refuse_adapters_without_names, server_settings
@@ -62,8 +61,11 @@ class KVTierStorage(HiCacheStorage):
         layout = layout_of(mem_pool_host, self._pages)
         self._base_space = self._space = key_space_of(self._storage_config, layout, self._config)
         geometry = Geometry(self._pages.page_tokens, self._pages.groups)
-        tiers = open_tiers(self._config, self._storage_config, self._space, layout.digest, layout.row_bytes)
+        site = site_of(self._config, self._storage_config, self._space, layout.digest, layout.row_bytes)
+        tiers, missing = open_lower_tiers(site)
         self.cache = StorageCache(self._config, geometry, tiers)
+        for name in missing:
+            self.cache.recorder.add("kvtier_faults", 1, name, "not_opened")
         hooks.watch(self)
         rows = " + ".join(f"{level.residency.capacity_rows} in {level.name}" for level in self.cache.levels)
         logger.info(
@@ -215,28 +217,22 @@ class KVTierStorage(HiCacheStorage):
                 self._export_lock.release()
 
 
-def open_tiers(
-    config: CacheConfig, storage_config: Any, space: KeySpace, layout_digest: str, row_bytes: int
-) -> list[Tier]:
-    """The tiers of this rank, fast to slow. Caps are per node: the ranks of a node share them evenly (LMCache#1399)."""
+def site_of(config: CacheConfig, storage_config: Any, space: KeySpace, layout_digest: str, row_bytes: int) -> Site:
+    """What this rank's tiers are opened for: the ranks of a node share its caps evenly. Raises EngineMismatchError."""
     tp_size = int(getattr(storage_config, "tp_size", 1) or 1)
-    if getattr(storage_config, "is_mla_model", False) and tp_size > 1:
+    own = [name for name in configured_tiers(config) if name not in SHARED_TIERS]
+    if getattr(storage_config, "is_mla_model", False) and tp_size > 1 and own:
         raise EngineMismatchError(
-            "with latent attention (MLA) only the first tensor-parallel rank writes pages, and an nvme tier belongs to "
-            "one process, so the other ranks would never find them; this needs a shared tier"
+            "with latent attention (MLA) only the first tensor-parallel rank writes pages, and a tier of one process "
+            f"({', '.join(own)}) is not seen by the others; configure shared tiers only (shared_fs_path, pool_master)"
         )
     sizes = [int(getattr(storage_config, f"{name}_size", 1) or 1) for name in ("pp", "attn_cp")]
     settings = server_settings()
     replicas = int(getattr(settings, "dp_size", 1) or 1) if getattr(settings, "enable_dp_attention", False) else 1
     ranks = max(1, tp_size * sizes[0] * sizes[1] * replicas // int(getattr(settings, "nnodes", 1) or 1))
-    path = config.nvme_path
-    if ranks > 1:
-        numbers = [int(getattr(storage_config, f"{name}_rank", 0) or 0) for name in ("dp", "pp", "attn_cp", "tp")]
-        path = os.path.join(path, "rank-" + "-".join(map(str, numbers)))
-    if config.nvme_bytes < ranks:
-        raise ConfigError(f"nvme_bytes is {config.nvme_bytes} for {ranks} ranks; raise it")
-    share = config.nvme_bytes // ranks
-    return [NvmeTier(path, space.digest, layout_digest, row_bytes, share, direct=config.direct_io)]
+    numbers = [int(getattr(storage_config, f"{name}_rank", 0) or 0) for name in ("dp", "pp", "attn_cp", "tp")]
+    share = Share(ranks, "rank-" + "-".join(map(str, numbers))) if ranks > 1 else Share()
+    return Site(config, space.digest, layout_digest, row_bytes, share)
 
 
 _NO_COPIES = 'kvtier reads and writes host pages in place; add "interface_v1": 1 to the extra configuration'

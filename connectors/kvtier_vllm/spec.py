@@ -21,12 +21,11 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvtier.cache.tier_cache import TierCache
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError
 from kvtier.model.layout import Layout
 from kvtier.predict.roles import ChatMarkers
 from kvtier.tiers.dram import DramTier
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.protocol import Tier
+from kvtier.tiers.open import Share, Site, open_lower_tiers
 from kvtier_vllm.identity import geometry_of, key_space_of, layout_of
 from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.markers import chat_markers
@@ -133,8 +132,11 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             checksums=False,
         )
         key_space = key_space_of(self._vllm_config, layout, config, self.blocks_per_chunk)
-        lower = self._lower_tiers(key_space.digest, layout.digest)
+        site = Site(config, key_space.digest, layout.digest, self.kv_bytes_per_chunk, self._share())
+        lower, missing = open_lower_tiers(site)
         cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower)
+        for name in missing:
+            cache.recorder.add("kvtier_faults", 1, name, "not_opened")
         logger.info(
             "kvtier: dram %d rows of %d bytes, lower tiers %s, policy %s, key space %s",
             self.num_chunks,
@@ -148,35 +150,17 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             cache, key_space, groups, self.blocks_per_chunk, self.tokens_per_hash, _markers_of(self._vllm_config)
         )
 
-    def _lower_tiers(self, key_space_digest: bytes, layout_digest: str) -> list[Tier]:
-        """The tiers below memory. A medium that fails costs its tier, not the engine; a wrong option stops it."""
-        config = self._cache_config
-        if not config.nvme_path:
-            return []
-        try:
-            tier = NvmeTier(
-                self._nvme_path(),
-                key_space_digest,
-                layout_digest,
-                self.kv_bytes_per_chunk,
-                config.nvme_bytes,
-                direct=config.direct_io,
-            )
-        except TierError as error:
-            logger.error("kvtier starts without its nvme tier: %s", error)
-            return []
-        return [tier]
+    def _share(self) -> Share:
+        """Every data-parallel replica has a scheduler and an index of its own: a folder, and a part of the caps."""
+        parallel = self._vllm_config.parallel_config
+        if parallel.data_parallel_size == 1:
+            return Share()
+        return Share(max(1, parallel.data_parallel_size_local), f"dp{self.config.parallel.data_parallel_index}")
 
     def _layout(self) -> Layout:
         ranks = 1 if self.replicated_layout else self.config.parallel.world_size
         row_bytes = self.cpu_page_size_per_worker * ranks
         return layout_of(self._kv_cache_config, row_bytes, ranks, self.config.model.dtype)
-
-    def _nvme_path(self) -> str:
-        """One folder for every data-parallel replica: each has a scheduler and an index of its own."""
-        path = Path(self._cache_config.nvme_path)
-        replicas = self.config.parallel.data_parallel_size
-        return str(path if replicas == 1 else path / f"dp{self.config.parallel.data_parallel_index}")
 
 
 def _markers_of(vllm_config: VllmConfig) -> ChatMarkers:

@@ -1,0 +1,170 @@
+"""Opens every tier below the engine's own memory that the configuration names, for both connectors.
+
+Each tier has its opener in `_OPENERS`: a new tier is one entry there. A medium that fails, or does not answer within a
+few seconds, costs its tier and never the engine; a wrong option stops the start with one clear error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.config import CacheConfig
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.protocol import Tier
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 4.0
+"""Longest the engine's start waits for a medium: a dead mount or peer answers never."""
+
+
+class Share(NamedTuple):
+    """Which part of a node's media belongs to this process.
+
+    `of` processes on this node each have tiers of their own, in the folder `folder` (relative; empty: the whole medium)
+    and with an equal share of each cap, for caps are per node (LMCache#1399). Shared tiers are one for all of them.
+    """
+
+    of: int = 1
+    folder: str = ""
+
+
+_WHOLE = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a tier is opened for: the configuration, the process's share, and what its rows are."""
+
+    config: CacheConfig
+    key_space_digest: bytes
+    layout_digest: str
+    row_bytes: int
+    share: Share = _WHOLE
+
+    def path(self, configured: str) -> str:
+        """This process's own folder below a configured one."""
+        return os.path.join(configured, self.share.folder) if self.share.folder else configured
+
+    def cap_bytes(self, name: str) -> int:
+        """This process's part of a cap per node. Raises ConfigError if nothing is left."""
+        configured: int = getattr(self.config, name)
+        if configured < self.share.of:
+            raise ConfigError(f"{name} is {configured} for {self.share.of} ranks; raise it")
+        return configured // self.share.of
+
+
+class Opened(NamedTuple):
+    """The tiers that opened, in the order of the openers, and why each of the others did not."""
+
+    tiers: list[Tier]
+    missing: dict[str, str]
+
+
+Opener = Callable[[Site], Tier | None]
+"""Opens one tier, or gives None where the configuration names none. Raises ConfigError or TierError."""
+
+
+def _open_nvme(site: Site) -> Tier | None:
+    config = site.config
+    if not config.nvme_path:
+        return None
+    return NvmeTier(
+        site.path(config.nvme_path),
+        site.key_space_digest,
+        site.layout_digest,
+        site.row_bytes,
+        site.cap_bytes("nvme_bytes"),
+        direct=config.direct_io,
+    )
+
+
+_OPENERS: dict[str, Opener] = {"nvme": _open_nvme}
+SHARED_TIERS = frozenset({"pool", "shared_fs"})
+"""Tiers whose rows every process that names the same medium can find."""
+
+_NAMED_BY = {"nvme": "nvme_path"}
+
+
+def configured_tiers(config: CacheConfig) -> list[str]:
+    """Names of the tiers below memory that the configuration asks for, fast to slow."""
+    return [name for name in _OPENERS if getattr(config, _NAMED_BY[name])]
+
+
+def open_lower_tiers(
+    site: Site, openers: Mapping[str, Opener] | None = None, timeout_s: float = OPEN_TIMEOUT_S
+) -> Opened:
+    """Open all configured tiers side by side, within `timeout_s`. Raises ConfigError for a wrong option.
+
+    A tier that answers too late is closed again by the thread that opened it.
+    """
+    openings = [_Opening(name, opener, site) for name, opener in (openers or _OPENERS).items()]
+    deadline = time.monotonic() + timeout_s
+    outcomes = [opening.outcome(deadline) for opening in openings]
+    tiers, missing = [], {}
+    for opening, outcome in zip(openings, outcomes, strict=True):
+        if isinstance(outcome, TierError):
+            missing[opening.name] = str(outcome)
+            logger.error("kvtier starts without its %s tier: %s", opening.name, outcome)
+        elif isinstance(outcome, Exception):
+            for other in openings:
+                other.abandon()
+            raise outcome
+        elif outcome is not None:
+            tiers.append(outcome)
+    return Opened(tiers, missing)
+
+
+class _Opening:
+    """One tier being opened in a thread of its own, so that a medium that hangs holds up nobody."""
+
+    def __init__(self, name: str, opener: Opener, site: Site) -> None:
+        self.name = name
+        self._opener = opener
+        self._site = site
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._outcome: Tier | Exception | None = None
+        self._abandoned = False
+        threading.Thread(target=self._open, name=f"kvtier-open-{name}", daemon=True).start()
+
+    def outcome(self, deadline: float) -> Tier | Exception | None:
+        """The tier, None if none is configured, or what went wrong; TierError if nothing came before `deadline`."""
+        if self._ended.wait(max(0.0, deadline - time.monotonic())):
+            return self._outcome
+        self.abandon()
+        return TierError("its medium did not answer in time")
+
+    def abandon(self) -> None:
+        """Nobody wants the tier: close it now, or once it has opened. Idempotent."""
+        with self._lock:
+            self._abandoned = True
+            ended = self._ended.is_set()
+        if ended:
+            self._close()
+
+    def _open(self) -> None:
+        outcome: Tier | Exception | None
+        try:
+            outcome = self._opener(self._site)
+        except OSError as error:
+            outcome = TierError(str(error))
+        except Exception as error:  # noqa: BLE001 - thread boundary: raised again by whoever asks for the outcome
+            outcome = error
+        with self._lock:
+            self._outcome = outcome
+            self._ended.set()
+            abandoned = self._abandoned
+        if abandoned:
+            self._close()
+
+    def _close(self) -> None:
+        if self._outcome is not None and not isinstance(self._outcome, Exception):
+            self._outcome.close()
