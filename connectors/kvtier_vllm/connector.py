@@ -100,7 +100,7 @@ class KVTierConnector(OffloadingConnector):
         seconds = now - max(began, self._last_output_s)
         self._last_output_s = now
         if spans:
-            self.manager.cache.prefill.observe(spans, seconds)
+            self.manager.cache.observe_prefill(spans, seconds)
 
     # --- API server -----------------------------------------------------------------------------------------------
 

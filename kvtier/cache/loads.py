@@ -242,17 +242,19 @@ class Loader:
         for index, level in enumerate(cache.lower):
             rows = below[window] & (where[window] == index)
             if rows.any():
-                up.append(LinkLoad(level.curve(backlog), _cumulative(rows, level.row_bytes)))
+                price = cache.traffic.link_price(level.name)
+                up.append(LinkLoad(level.curve(backlog), _cumulative(rows, level.row_bytes), price))
         # All of it lands in memory before the engine copies any of it.
         copied = LinkLoad(cache.memory.curve(0), _cumulative((above | below)[window], cache.memory.row_bytes))
         recompute = recompute_by_cut(
             cache.prefill, start * cache.block_tokens, cache.block_tokens, request.context.prompt_tokens, n
         )
         # Windows were stored at the boundary only: no cut before it can be loaded.
-        cut = choose_cut([up, [copied]], recompute, n, whole=bool(cache.window_groups))
+        gpu = cache.traffic.gpu_for(request)
+        cut = choose_cut([up, [copied]], recompute, n, gpu, whole=bool(cache.window_groups))
         if request.limit_blocks is None:
-            decision = "all" if cut.blocks == stop - start else "part" if cut.blocks else "none"
-            cache.recorder.add("kvtier_gate_decisions", 1, decision)
+            context = request.context
+            cache.traffic.decided(context.request_id, start * cache.block_tokens, context.prompt_tokens, cut)
         return cut
 
     def _wait(self, request: CachedRequest, plan: LoadPlan) -> None:
@@ -261,6 +263,7 @@ class Loader:
         if not plan.waiting:
             if request.wait_began_s is not None:
                 cache.recorder.observe("kvtier_load_wait_seconds", now - request.wait_began_s)
+                cache.traffic.load_waits.add(now - request.wait_began_s, now)
             request.wait_began_s = request.deadline_s = None
         elif request.wait_began_s is None:
             request.wait_began_s = now

@@ -24,6 +24,7 @@ from kvtier.cache.level import Level
 from kvtier.cache.paths import Paths, Run
 from kvtier.cache.recovery import rebuild
 from kvtier.cache.tier_cache import Geometry
+from kvtier.cache.traffic import Traffic
 from kvtier.cache.visits import Question, Visits
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import CacheConfig
@@ -60,6 +61,7 @@ class StorageCache:
         self.tree = PrefixTree()
         self.recorder = Recorder()
         self.prefill = PrefillModel()
+        self._traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in tiers])
         self._paths = Paths(self.tree)
         recovered = [tier.recover() for tier in tiers]
         self.levels = [self._level(tier) for tier in tiers]
@@ -177,6 +179,7 @@ class StorageCache:
         """One engine step computed tokens [start, stop) of some prompts in `seconds`: what loading competes with."""
         with self._lock:
             self.prefill.observe(spans, seconds)
+            self._traffic.prefilled(seconds)
 
     def note_fault(self, reason: str) -> None:
         """Something failed in the engine's own calls around this cache."""
@@ -211,6 +214,7 @@ class StorageCache:
         for level in self.levels:
             level.gauges()
             self.recorder.set("kvtier_breaker_state", _BREAKER_GAUGE[self._breakers[level.name].state], level.name)
+        self._traffic.gauges()
         self.recorder.set("kvtier_leases", self.leases())
         self.recorder.set("kvtier_segments", len(self.tree))
         self.recorder.set("kvtier_index_blocks", self.tree.blocks)
@@ -260,9 +264,11 @@ class StorageCache:
         for index, level in enumerate(self.levels):
             here = np.cumsum(np.concatenate([[0], where == index])) * float(level.row_bytes * self.geometry.groups)
             if here[-1]:
-                links.append([LinkLoad(level.curve(0), here)])
-        cut = choose_cut(links, recompute_by_cut(self.prefill, depth * size, size, (depth + n) * size, n), n)
-        self.recorder.add("kvtier_gate_decisions", 1, "all" if cut.blocks == n else "part" if cut.blocks else "none")
+                links.append([LinkLoad(level.curve(0), here, self._traffic.link_price(level.name))])
+        # The prompt may go on after what was asked for: its last part is computed either way.
+        recompute = recompute_by_cut(self.prefill, depth * size, size, (depth + n) * size, n)
+        cut = choose_cut(links, recompute, n, self._traffic.gpu_now())
+        self._traffic.decided("", depth * size, (depth + n) * size, cut)
         return cut.blocks
 
     def _promise(self, where: Levels, slots: list[Slots]) -> list[Lease]:
@@ -381,6 +387,8 @@ class StorageCache:
             copy.lease.release()
         self.recorder.add("kvtier_bytes", done * level.row_bytes, level.name, direction)
         self.recorder.add("kvtier_seconds", copy.seconds, level.name, direction)
+        if direction == "read":
+            self._traffic.moved(level.name, copy.seconds * self.config.io_threads)
         for status in copy.statuses:
             if status is not RowStatus.OK:
                 self.recorder.add("kvtier_faults", 1, level.name, status.value)

@@ -18,10 +18,11 @@ from kvtier.cache.accounting import Accounting
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.level import Level
 from kvtier.cache.loads import Loader, Promotion
-from kvtier.cache.mover import Mover, Transfer
+from kvtier.cache.mover import Mover, Transfer, Urgency
 from kvtier.cache.recovery import rebuild
 from kvtier.cache.request import CachedRequest, LoadPlan
 from kvtier.cache.stores import RowRef, Storer
+from kvtier.cache.traffic import Traffic
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import CacheConfig
 from kvtier.errors import IntegrityError
@@ -79,6 +80,7 @@ class TierCache:
         self.tree = PrefixTree()
         self.recorder = Recorder()
         self.prefill = PrefillModel()
+        self.traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in lower])
         self.memory_row = memory_row
         self.mover = Mover(config.io_threads, config.chunk_bytes)
         self.epoch = 0
@@ -137,6 +139,7 @@ class TierCache:
             # Nobody came for what was offered, and things have changed: the gate decides anew.
             request.limit_blocks = None
         plan = self.loader.plan(request, start)
+        self._expect(request, plan)
         self._accounting.looked_up(request, start)
         return None if plan.waiting else plan
 
@@ -145,6 +148,7 @@ class TierCache:
         later, after a preemption, is looked up afresh."""
         request.started = True
         request.limit_blocks = None
+        self.traffic.started(request)
 
     def take_load(self, request: CachedRequest, rows: Sequence[RowRef]) -> Slots:
         """Lease the memory slots of `rows` (of the last plan) until `end_load`, in the order given."""
@@ -182,6 +186,7 @@ class TierCache:
         if request.ended:
             return
         request.ended = True
+        self.traffic.started(request)
         self.loader.forget(request)
         self.loader.release_hold(request)
         self._let_go(request)
@@ -195,6 +200,11 @@ class TierCache:
         self._ghosts.prune()
 
     # --- every step ---------------------------------------------------------------------------------------------
+
+    def observe_prefill(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """One engine step computed tokens [start, stop) of some prompts in `seconds`: what loading competes with."""
+        self.prefill.observe(spans, seconds)
+        self.traffic.prefilled(seconds)
 
     def poll(self) -> None:
         """Take in what the mover finished. Cheap when nothing did."""
@@ -221,6 +231,7 @@ class TierCache:
             self.recorder.set("kvtier_breaker_state", _BREAKER_GAUGE[breaker.state], name)
         for direction, rows in self.mover.rows_waiting.items():
             self.recorder.set("kvtier_queue_depth", rows, direction)
+        self.traffic.gauges()
         self.recorder.set("kvtier_leases", self.leases())
         self.recorder.set("kvtier_segments", len(self.tree))
         self.recorder.set("kvtier_index_blocks", self.tree.blocks)
@@ -290,6 +301,8 @@ class TierCache:
         """Count a finished transfer and tell the tier's breaker how it went."""
         done = sum(status is RowStatus.OK for status in transfer.statuses)
         self.count_bytes(level, direction, done, transfer.seconds)
+        if direction == "read" and transfer.urgency <= Urgency.LOOK_AHEAD:
+            self.traffic.moved(level.name, transfer.seconds)
         breaker = self._breakers[level.name]
         failed = [status for status in transfer.statuses if status is not RowStatus.OK]
         for status in failed:
@@ -303,6 +316,12 @@ class TierCache:
         """Count rows moved into ("write") or out of ("read") a tier."""
         self.recorder.add("kvtier_bytes", rows * level.row_bytes, level.name, direction)
         self.recorder.add("kvtier_seconds", seconds, level.name, direction)
+
+    def _expect(self, request: CachedRequest, plan: LoadPlan) -> None:
+        """Until it starts, the request is in the queue at the GPU with what it will compute."""
+        if not request.started and not request.ended:
+            begin = np.array([(plan.start + plan.blocks) * self.block_tokens])
+            self.traffic.waits(request, float(self.prefill.seconds_from(begin, request.context.prompt_tokens)[0]))
 
     def _let_go(self, request: CachedRequest) -> None:
         """Forget a request that ended and has no job of the engine under way: a reset voids those that have."""

@@ -31,6 +31,7 @@ class MetricDef(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
+_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SECONDS = (0.0001, 0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
 
 TABLE: tuple[MetricDef, ...] = (
@@ -46,16 +47,34 @@ TABLE: tuple[MetricDef, ...] = (
     MetricDef("kvtier_faults", Kind.COUNTER, "Rows a tier failed to move, by reason.", ("tier", "reason")),
     MetricDef("kvtier_stores_refused", Kind.COUNTER, "Rows not admitted, by tier and reason.", ("tier", "reason")),
     MetricDef("kvtier_gate_decisions", Kind.COUNTER, "Loads by what the gate chose: all, part, none.", ("decision",)),
+    MetricDef(
+        "kvtier_gate_seconds",
+        Kind.COUNTER,
+        "Seconds the gate expected: of its loads, the part of them nothing hides, the recompute left, the recompute "
+        "without any load, and the queue at the GPU.",
+        ("term",),
+    ),
     MetricDef("kvtier_recovered_rows", Kind.COUNTER, "Rows found again after a restart.", ("tier",)),
     MetricDef("kvtier_resident_bytes", Kind.GAUGE, "Bytes of published rows.", ("tier",)),
     MetricDef("kvtier_capacity_bytes", Kind.GAUGE, "Cap of the tier.", ("tier",)),
     MetricDef("kvtier_medium_bytes", Kind.GAUGE, "Bytes the tier occupies on its medium.", ("tier",)),
+    MetricDef("kvtier_gpu_busy", Kind.GAUGE, "Share of its time the GPU computes prompts (60 s average)."),
+    MetricDef(
+        "kvtier_link_busy", Kind.GAUGE, "Share of its time a tier's link serves reads somebody waits for.", ("tier",)
+    ),
     MetricDef("kvtier_leases", Kind.GAUGE, "Leases now outstanding."),
     MetricDef("kvtier_queue_depth", Kind.GAUGE, "Rows waiting for or in the mover.", ("direction",)),
     MetricDef("kvtier_breaker_state", Kind.GAUGE, "0 closed, 1 half-open, 2 open.", ("tier",)),
     MetricDef("kvtier_segments", Kind.GAUGE, "Segments in the prefix tree, resident or remembered."),
     MetricDef("kvtier_index_blocks", Kind.GAUGE, "Blocks in the prefix tree, resident or remembered."),
     MetricDef("kvtier_load_wait_seconds", Kind.HISTOGRAM, "Wait of a request for its promotions.", (), _SECONDS),
+    MetricDef(
+        "kvtier_effective_hit",
+        Kind.HISTOGRAM,
+        "1 - T(decision) / T(no load) as the gate saw it: attention left, load and queue included.",
+        (),
+        _SHARES,
+    ),
     MetricDef("kvtier_control_seconds", Kind.HISTOGRAM, "Control-plane time of one call.", ("call",), _SECONDS),
 )
 
