@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from kvtier.codec.checksum import checksum64
 from kvtier.errors import ConfigError
+from kvtier.tiers.addresses import address_of
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.inflight import InFlight
-from kvtier.tiers.memory import HostSlab, address_of
+from kvtier.tiers.memory import HostSlab
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, TierProbe, TierStats
 from kvtier.tiers.slots import SlotTable
@@ -59,16 +60,18 @@ class DramTier:
         name: str = "dram",
         checksums: bool = True,
         shared_path: str | None = None,
+        numa_nodes: Sequence[int] = (),
         chunk_bytes: int | None = None,
         first_chunk_bytes: int | None = None,
     ) -> DramTier:
-        """A tier on a slab of its own; rows join the free list as their memory is populated in the background.
+        """A tier on a slab of its own; rows join the free list as their memory is populated in the background, on
+        `numa_nodes` where there is room (none: wherever the kernel puts it).
 
         Raises ConfigError if the cap holds no row or the memory is not there.
         """
         given = {"chunk_bytes": chunk_bytes, "first_chunk_bytes": first_chunk_bytes}
         chunks = {key: value for key, value in given.items() if value is not None}
-        slab = HostSlab(row_bytes, cap_bytes, shared_path=shared_path, **chunks)
+        slab = HostSlab(row_bytes, cap_bytes, shared_path=shared_path, numa_nodes=numa_nodes, **chunks)
         tier = cls(slab.view, slab.n_rows, slab.stride_bytes, row_bytes, name=name, checksums=checksums)
         tier._slab = slab
         slab.populate(tier._add, tier._meter.fault)

@@ -17,9 +17,10 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing.rows import chain_rows, payload_of, read_back, soiled_buffers, store_rows
-from kvtier.tiers import memory
+from kvtier.tiers import populate
+from kvtier.tiers.addresses import address_of, row_stride
 from kvtier.tiers.dram import DramTier
-from kvtier.tiers.memory import HostSlab, address_of, available_memory_bytes, row_stride
+from kvtier.tiers.memory import HostSlab, available_memory_bytes
 from kvtier.tiers.protocol import RowStatus
 
 MIB = 1 << 20
@@ -115,7 +116,7 @@ def wait_for(what: object, seconds: float = 20.0) -> None:
 
 def test_first_use_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     population = SlowPopulation()
-    monkeypatch.setattr(memory, "_libc", population)
+    monkeypatch.setattr(populate, "_libc", population)
     tier = DramTier.own(64 << 10, 8 * MIB, first_chunk_bytes=MIB, chunk_bytes=3 * MIB)
     assert tier.stats().capacity_rows == 128
     rows = chain_rows(16)
@@ -141,7 +142,7 @@ def test_first_use_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch) -
 
 def test_memory_that_runs_out_leaves_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     population = SlowPopulation(errno.ENOMEM, fail_at=2)
-    monkeypatch.setattr(memory, "_libc", population)
+    monkeypatch.setattr(populate, "_libc", population)
     population.permits.release(10)
     tier = DramTier.own(64 << 10, 8 * MIB, first_chunk_bytes=MIB, chunk_bytes=2 * MIB)
     assert tier.wait_ready(20)
@@ -157,7 +158,7 @@ def test_a_kernel_without_populate_is_touched_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     population = SlowPopulation(errno.EINVAL, fail_at=0)
-    monkeypatch.setattr(memory, "_libc", population)
+    monkeypatch.setattr(populate, "_libc", population)
     tier = DramTier.own(64 << 10, MIB, shared_path=str(tmp_path / "slab") if shared else None)
     rows = chain_rows(16)
     assert read_back(tier, store_rows(tier, rows), rows) == [RowStatus.OK] * 16
@@ -166,7 +167,7 @@ def test_a_kernel_without_populate_is_touched_by_hand(
 
 def test_closing_stops_population(monkeypatch: pytest.MonkeyPatch) -> None:
     population = SlowPopulation()
-    monkeypatch.setattr(memory, "_libc", population)
+    monkeypatch.setattr(populate, "_libc", population)
     tier = DramTier.own(64 << 10, 64 * MIB, first_chunk_bytes=MIB, chunk_bytes=MIB)
     wait_for(lambda: len(population.calls) == 2)
     threading.Timer(0.05, population.permits.release).start()

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvtier.codec.checksum import checksum64
 from kvtier.model.keys import KEY_BYTES
-from kvtier.tiers.memory import round_up
+from kvtier.tiers.addresses import round_up
 from kvtier.tiers.nvme.io import BLOCK
 from kvtier.tiers.protocol import RowId
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtier.tiers.memory import round_up
+from kvtier.tiers.addresses import round_up
 
 BLOCK = 4096
 """File offsets and lengths are multiples of this: it suits devices with 512-byte and with 4-KiB sectors."""

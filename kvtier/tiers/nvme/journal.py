@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.codec.checksum import checksum64
-from kvtier.tiers.memory import round_up
+from kvtier.tiers.addresses import round_up
 from kvtier.tiers.nvme.format import (
     FREE_SLOTS_PER_RECORD,
     KIND_FREE,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.memory import round_up
+from kvtier.tiers.addresses import round_up
 from kvtier.tiers.nvme.format import Geometry
 from kvtier.tiers.nvme.io import BLOCK, Syscalls
 from kvtier.tiers.nvme.journal import journal_bytes

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtier.errors import IntegrityError
+from kvtier.tiers.addresses import round_up
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.inflight import InFlight
-from kvtier.tiers.memory import round_up
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.nvme.format import Entry, Geometry
 from kvtier.tiers.nvme.io import BLOCK, Syscalls

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.codec.checksum import checksum64
-from kvtier.tiers.memory import address_of
+from kvtier.tiers.addresses import address_of
 from kvtier.tiers.nvme.format import ROW_HEADER_BYTES, Geometry, RowSeal, Verdict
 from kvtier.tiers.nvme.io import BLOCK, IOV_MAX, BouncePool, DirectFile
 from kvtier.tiers.protocol import RowId, RowStatus, Slots
