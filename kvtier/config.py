@@ -35,6 +35,12 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     dram_bytes: int = 0
     """Size of the memory tier; required."""
+    cxl_path: str = ""
+    """Memory behind a link: a devdax device, "node:N", a file, or "auto" to look for one; empty: no such tier."""
+    cxl_bytes: int = 0
+    """Cap on that tier, headers included."""
+    numa_node: int = -1
+    """NUMA node the memory tier is taken from where there is room; -1: the one next to the device, if known."""
     nvme_path: str = ""
     """Folder for the NVMe tier; empty: no such tier."""
     nvme_bytes: int = 0
@@ -69,6 +75,10 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(f"{name} is {value}; it must be between {low} and {high}")
         if not 0 < self.load_deadline_s <= 3600:
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s}; it must be between 0 and 3600 seconds")
+        if not -1 <= self.numa_node < 1024:
+            raise ConfigError(f"numa_node is {self.numa_node}; it must be a node of this machine, or -1")
+        if bool(self.cxl_path) != bool(self.cxl_bytes):
+            raise ConfigError("cxl_path and cxl_bytes go together: set both, or neither to have no CXL tier")
         if bool(self.nvme_path) != bool(self.nvme_bytes):
             raise ConfigError("nvme_path and nvme_bytes go together: set both, or neither to have no NVMe tier")
 

@@ -31,6 +31,7 @@ from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.markers import chat_markers
 from kvtier_vllm.metrics import metric_definitions
 from kvtier_vllm.options import cache_config
+from kvtier_vllm.placement import near_device
 from kvtier_vllm.sizes import check_sizes
 from kvtier_vllm.worker import HostWorker
 
@@ -107,13 +108,14 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
     def _open_region(self, rank: int | None) -> SharedOffloadRegion:
         if rank is not None:
             _check_shm(self._cache_config.dram_bytes, self.config.engine_id)
-        return SharedOffloadRegion(
-            engine_id=self.config.engine_id,
-            num_chunks=self.num_chunks,
-            rank=rank,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-            cpu_page_size=self.cpu_page_size_per_worker,
-        )
+        with near_device(self._cache_config, is_worker=rank is not None):
+            return SharedOffloadRegion(
+                engine_id=self.config.engine_id,
+                num_chunks=self.num_chunks,
+                rank=rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
 
     def _build_manager(self) -> KVTierManager:
         region = self._open_region(None)

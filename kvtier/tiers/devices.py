@@ -89,7 +89,7 @@ def _hmat(node: Path) -> TierProbe | None:
     if not all(figures):
         return None
     read_ns, read_mb_per_s, write_ns, write_mb_per_s = figures
-    return TierProbe(read_ns * 1e-9, read_mb_per_s * 1e6, write_ns * 1e-9, write_mb_per_s * 1e6)
+    return TierProbe(read_ns / 1e9, read_mb_per_s * 1e6, write_ns / 1e9, write_mb_per_s * 1e6)
 
 
 def _numbered(folder: Path, prefix: str) -> Iterator[Path]:

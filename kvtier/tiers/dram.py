@@ -7,15 +7,16 @@ the row itself copies nothing, it records the checksum and publishes. All copies
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.codec.checksum import checksum64
+from kvtier.codec.checksum import checksum64, copy_checksummed
 from kvtier.errors import ConfigError
 from kvtier.tiers.addresses import address_of
 from kvtier.tiers.arguments import check_arguments
+from kvtier.tiers.copy_rate import measure_copies
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.memory import HostSlab
 from kvtier.tiers.meter import Meter
@@ -23,7 +24,6 @@ from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, TierPro
 from kvtier.tiers.slots import SlotTable
 
 _PROBE_BYTES = 4 << 20
-_PROBE_S = 0.02
 _CLOSE_WAIT_S = 30.0
 
 
@@ -154,12 +154,7 @@ class DramTier:
 
     def probe(self) -> TierProbe:
         """See the protocol: the copy rate of memory outside the rows."""
-        source = np.zeros(_PROBE_BYTES, dtype=np.uint8)
-        target = np.ones(_PROBE_BYTES, dtype=np.uint8)
-        small_s = _fastest(lambda: np.copyto(target[:64], source[:64]))
-        large_s = _fastest(lambda: np.copyto(target, source))
-        rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
-        return TierProbe(small_s, rate, small_s, rate)
+        return measure_copies(np.ones(_PROBE_BYTES, dtype=np.uint8))
 
     def stats(self) -> TierStats:
         present = self._slots.present
@@ -192,10 +187,9 @@ class DramTier:
 
     def _write_row(self, slot: int, row: RowId, source: memoryview) -> None:
         held = self._row_array(slot)
-        if not self._is_row(source, held):
-            np.copyto(held, np.frombuffer(source, dtype=np.uint8))
+        checksum = self._moved(held, np.frombuffer(source, dtype=np.uint8), in_place=self._is_row(source, held))
         if self.checksums:
-            self._sums[slot] = checksum64(self.row(slot))
+            self._sums[slot] = checksum
         self._tags[slot] = tag_of(row)
 
     def _is_row(self, buffer: memoryview, held: npt.NDArray[np.uint8]) -> bool:
@@ -206,25 +200,21 @@ class DramTier:
         if int(self._tags[slot]) != tag_of(row):
             return RowStatus.FOREIGN
         held = self._row_array(slot)
-        if not self._is_row(target, held):
-            np.copyto(np.frombuffer(target, dtype=np.uint8), held)
-        if self.checksums and int(self._sums[slot]) != checksum64(target):
+        found = self._moved(np.frombuffer(target, dtype=np.uint8), held, in_place=self._is_row(target, held))
+        if self.checksums and int(self._sums[slot]) != found:
             return RowStatus.CORRUPT
         return RowStatus.OK
+
+    def _moved(self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], *, in_place: bool) -> int:
+        """Copy unless both are the same row; the checksum of what is there now, or 0 in a tier without them."""
+        if in_place:
+            return checksum64(target.data) if self.checksums else 0
+        if self.checksums:
+            return copy_checksummed(target, source)
+        np.copyto(target, source)
+        return 0
 
 
 def tag_of(row: RowId) -> int:
     """64 bits that tell rows apart; a mix-up of slots is found unless two tags collide."""
     return checksum64(row.key + row.parent, seed=row.group + 1)
-
-
-def _fastest(call: Callable[[], object]) -> float:
-    """The fastest of some runs, in seconds."""
-    fastest, deadline_s = float("inf"), time.perf_counter() + _PROBE_S
-    while True:
-        begin_s = time.perf_counter()
-        call()
-        end_s = time.perf_counter()
-        fastest = min(fastest, end_s - begin_s)
-        if end_s > deadline_s:
-            return fastest

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError, TierError
+from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import Tier
 
@@ -72,6 +73,22 @@ Opener = Callable[[Site], Tier | None]
 """Opens one tier, or gives None where the configuration names none. Raises ConfigError or TierError."""
 
 
+def _open_cxl(site: Site) -> Tier | None:
+    config = site.config
+    if not config.cxl_path:
+        return None
+    path, folder = config.cxl_path, site.share.folder
+    if folder and os.path.isabs(path) and not path.startswith("/dev/dax"):
+        path = f"{path}.{folder}"  # a file for each process
+    elif folder and not path.startswith("node:"):
+        raise ConfigError(
+            f"cxl_path is {path!r} for {site.share.of} processes, but a device serves one; "
+            "name a file or a node (node:2)"
+        )
+    cap_bytes = site.cap_bytes("cxl_bytes")
+    return CxlTier(path, site.key_space_digest, site.layout_digest, site.row_bytes, cap_bytes)
+
+
 def _open_nvme(site: Site) -> Tier | None:
     config = site.config
     if not config.nvme_path:
@@ -86,11 +103,11 @@ def _open_nvme(site: Site) -> Tier | None:
     )
 
 
-_OPENERS: dict[str, Opener] = {"nvme": _open_nvme}
+_OPENERS: dict[str, Opener] = {"cxl": _open_cxl, "nvme": _open_nvme}
 SHARED_TIERS = frozenset({"pool", "shared_fs"})
 """Tiers whose rows every process that names the same medium can find."""
 
-_NAMED_BY = {"nvme": "nvme_path"}
+_NAMED_BY = {"cxl": "cxl_path", "nvme": "nvme_path"}
 
 
 def configured_tiers(config: CacheConfig) -> list[str]:

@@ -16,6 +16,7 @@ from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.rows import chain_rows, payload_of, read_back, soiled_buffers, store_rows
 from kvtier.tiers.codec_tier import CodecTier, encoded_row_bytes
+from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier
@@ -40,6 +41,7 @@ def _encoded(name: str, row_bytes: int) -> CodecTier:
         "dram-own",
         "dram-shared",
         "dram-engine",
+        "cxl",
         "nvme",
         "nvme-buffered",
         "faulty",
@@ -60,6 +62,9 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTi
             ),
             "dram-engine": lambda: DramTier.over(
                 np.zeros((CAPACITY, row_bytes + 37), dtype=np.uint8), row_bytes, CAPACITY, row_bytes + 37
+            ),
+            "cxl": lambda: CxlTier(
+                str(tmp_path / "cxl"), b"\7" * 32, "layout", row_bytes, (4 << 20) + CAPACITY * (row_bytes + 4224)
             ),
             "nvme": lambda: _nvme(tmp_path, row_bytes),
             "nvme-buffered": lambda: _nvme(tmp_path, row_bytes, direct=False, max_io_bytes=1 << 16),

@@ -179,6 +179,25 @@ class RowSeal(NamedTuple):
         return Verdict.OK, payload_checksum
 
 
+class RowHeader(NamedTuple):
+    """What a sound row header says, whoever wrote it."""
+
+    slot: int
+    row: RowId
+    generation: int
+
+    @classmethod
+    def parse(cls, header: bytes) -> RowHeader | None:
+        """The header in 128 bytes, or None if they are not a sound one."""
+        fields, stored = header[: _ROW_HEADER.size], header[_ROW_HEADER.size :]
+        if len(stored) != _CHECKSUM.size or _CHECKSUM.unpack(stored)[0] != checksum64(fields):
+            return None
+        magic, version, group, slot, parent_bytes, generation, _, _, _, key, parent, _ = _ROW_HEADER.unpack(fields)
+        if magic != _ROW_MAGIC or version != FORMAT_VERSION or parent_bytes > KEY_BYTES:
+            return None
+        return cls(slot, RowId(key, parent[:parent_bytes], group), generation)
+
+
 class Entry(NamedTuple):
     """A row to be published in the journal."""
 

@@ -18,7 +18,7 @@ def parents_first(records: Records) -> list[RecoveredRow]:
     About a microsecond a row: prompts are stored head first, so hardly any row has to wait.
     """
     with _no_garbage_collection():
-        return _ordered(*_decoded(records))
+        return ordered(*_decoded(records))
 
 
 def _decoded(records: Records) -> tuple[list[bytes], list[bytes], list[RecoveredRow]]:
@@ -32,7 +32,8 @@ def _decoded(records: Records) -> tuple[list[bytes], list[bytes], list[Recovered
     return keys, parents, list(map(RecoveredRow, records["slot"].tolist(), rows))
 
 
-def _ordered(keys: list[bytes], parents: list[bytes], found: list[RecoveredRow]) -> list[RecoveredRow]:
+def ordered(keys: list[bytes], parents: list[bytes], found: list[RecoveredRow]) -> list[RecoveredRow]:
+    """`found`, whose keys and parents are given, in the same order except that rows wait for their parents."""
     present, seen = set(keys), set[bytes]()
     waiting: dict[bytes, list[RecoveredRow]] = {}
     ordered: list[RecoveredRow] = []
