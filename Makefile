@@ -11,6 +11,8 @@ RUN := $(VENV)/bin/python
 STEP := scripts/step
 CODE := $(wildcard kvtier connectors kernels tests benchmarks examples scripts)
 MINUTES ?= 30
+# Test files run side by side in this many processes; engines start in them, so more than a few need much memory.
+WORKERS ?= 2
 BENCH ?= $(filter-out __init__,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
 
 .PHONY: help env env-sglang check test demo demo-sglang bench soak fmt lock clean
@@ -31,7 +33,7 @@ check: env ## Lint, formatting, types and the direction of imports
 	@$(STEP) "import-linter" $(VENV)/bin/lint-imports --no-logo
 
 test: check ## Check and run the whole test suite (ARGS="-k nvme" narrows it; after `make env-sglang` SGLang's too)
-	@$(STEP) "tests" $(RUN) -m pytest --durations=15 $(ARGS)
+	@$(STEP) "tests" $(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=15 $(ARGS)
 
 demo: env ## Serve a real model through kvtier and measure (ARGS=--json for one JSON object)
 	@$(RUN) -m examples.demo $(ARGS)
