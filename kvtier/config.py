@@ -55,6 +55,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Threads that carry bytes between tiers."""
     chunk_bytes: int = 16 << 20
     """Largest single call into a tier: what a demand read may have to wait for."""
+    link_budgets: dict[str, int] = {}
+    """Bytes per second a tier may be read or written at, as {"nvme.write": "500MB"}; what is not named has no limit."""
     store_backlog_bytes: int = 1 << 30
     """Write-through is dropped, whole suffixes at a time, while more than this is queued."""
     load_deadline_s: float = 5.0
@@ -73,6 +75,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}; it must be between {low} and {high}")
+        for link in self.link_budgets:
+            if not re.fullmatch(r"\w+\.(read|write)", link):
+                raise ConfigError(f'link_budgets names {link!r}; write a tier and a direction, such as "nvme.write"')
         if not 0 < self.load_deadline_s <= 3600:
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s}; it must be between 0 and 3600 seconds")
         if not -1 <= self.numa_node < 1024:
@@ -90,6 +95,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(_unknown(name, known))
+            if name == "link_budgets" and isinstance(value, dict):
+                value = {link: parse_bytes(f"{name}[{link}]", rate) for link, rate in value.items()}
             converted[name] = parse_bytes(name, value) if name.endswith("_bytes") else value
         try:
             return msgspec.convert(converted, cls)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.lease import LeaseBook
+from kvtier.cache.tier_health import TierHealth
 from kvtier.clock import Clock
 from kvtier.index.residency import ABSENT, Residency
 from kvtier.index.tree import PrefixTree, Segment
@@ -40,8 +41,11 @@ class Level:
         recorder: Recorder,
         probe: TierProbe | None = None,
         strict: bool = True,
+        below: bool = True,
     ) -> None:
         self.tier = tier
+        # Below the engine's own memory: watched, and left alone when it fails.
+        self.below = below
         self.name = tier.name
         self.residency = Residency(tier.name, tree, capacity_rows, groups, prefix_closed=strict and bool(closed_groups))
         self.policy = make_policy(self.residency)
@@ -59,23 +63,18 @@ class Level:
         self._clock = clock
         self._recorder = recorder
         self._quarantine: set[int] = set()
-        self._probe = probe
-        self._bytes_per_s = probe.read_bytes_per_s if probe else 1e9
+        self.health = TierHealth(tier.name, clock, recorder, probe)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.tier.row_bytes
 
-    def curve(self, backlog_bytes: int) -> LoadCurve:
-        """What a read costs now, with `backlog_bytes` of reads queued before it."""
-        latency_s = self._probe.read_latency_s if self._probe else 0.0
-        return LoadCurve(latency_s, self._bytes_per_s, backlog_bytes / self._bytes_per_s)
-
-    def observe_read(self, n_bytes: int, seconds: float) -> None:
-        """Keep the curve current with a finished read."""
-        if seconds > 0 and n_bytes:
-            self._bytes_per_s += 0.2 * (n_bytes / seconds - self._bytes_per_s)
+    def curve(self, backlog_bytes: int, budget_bytes_per_s: float = 0.0) -> LoadCurve:
+        """What a read costs now, with `backlog_bytes` of reads queued before it, within a budget (0: none)."""
+        cost = self.health.read
+        rate = min(cost.bytes_per_s, budget_bytes_per_s or float("inf"))
+        return LoadCurve(cost.latency_s, rate, backlog_bytes / rate)
 
     def make_room(self, rows: int) -> Slots | None:
         """Reserve `rows` slots, evicting by the policy where needed. None, and nothing evicted beyond what the policy
@@ -180,6 +179,8 @@ class Level:
         self._recorder.set("kvtier_resident_bytes", self.residency.resident_rows * self.row_bytes, self.name)
         self._recorder.set("kvtier_capacity_bytes", stats.cap_bytes, self.name)
         self._recorder.set("kvtier_medium_bytes", stats.medium_bytes, self.name)
+        if self.below:
+            self.health.gauges()
 
     def _free_quarantined(self, slots: Slots) -> None:
         if self._quarantine:

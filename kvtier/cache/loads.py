@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
 from kvtier.cache.mover import Transfer, Urgency
+from kvtier.cache.reach import needed_rows, reach
 from kvtier.cache.request import BlockState, CachedRequest, LoadPlan
 from kvtier.index.residency import ABSENT
 from kvtier.model.keys import key_at
@@ -42,7 +43,10 @@ class Promotion:
     memory_slots: Slots
     source: Lease
     waiters: list[CachedRequest]
+    transfer: Transfer | None = None
     void: bool = False
+    # Somebody's deadline passed while it was under way: nobody else waits for it.
+    late: bool = False
 
 
 class Loader:
@@ -51,6 +55,7 @@ class Loader:
     def __init__(self, cache: TierCache) -> None:
         self._cache = cache
         self._promoting: dict[tuple[bytes, int], Promotion] = {}
+        self._hung: set[Promotion] = set()
 
     @property
     def promoting_rows(self) -> int:
@@ -69,6 +74,9 @@ class Loader:
         down = np.zeros(memory.shape, np.bool_)
         for index in range(len(cache.lower) - 1, -1, -1):
             there = (lower[index] != ABSENT) & (memory == ABSENT)
+            shunned = self._shunned(request, cache.lower[index], there, start)
+            there &= ~shunned
+            down |= shunned
             if not request.refuses_to_wait and there[start:].any():
                 if cache.usable(cache.lower[index]):
                     where[there] = index
@@ -80,18 +88,18 @@ class Loader:
         available = (in_memory | coming | (where >= 0)) & ~(blocked[:, None] & ~in_memory)
         if request.refuses_to_wait:
             available &= in_memory
-        stop = self._reach(available, start)
+        stop = reach(cache, available, start)
         if request.limit_blocks is not None:
             stop = min(stop, request.limit_blocks)
         elif not request.started:
             request.declined = 0
             request.cut_reason = MissReason.TIER_DOWN if down[stop : stop + 1].any() else None
-        needed = self._needed(available, start, stop)
+        needed = needed_rows(cache, available, start, stop)
         cut = self._gate(request, start, stop, needed & ~in_memory & ~coming, where, needed & in_memory)
         if cut.blocks < stop - start:
             request.declined = max(request.declined, stop - start - cut.blocks)
             stop = start + cut.blocks
-            needed = self._needed(available, start, stop)
+            needed = needed_rows(cache, available, start, stop)
         request.limit_blocks = stop if request.limit_blocks is None else min(stop, request.limit_blocks)
         window = slice(start, stop)
         self._hold(request, memory[window][(available & in_memory)[window]])
@@ -100,7 +108,7 @@ class Loader:
         wanted = needed & ~in_memory & ~coming
         if wanted[window].any():
             pending |= self._promote(request, start, wanted, where, lower)
-            reached = min(stop, self._reach(available & (in_memory | pending), start))
+            reached = min(stop, reach(cache, available & (in_memory | pending), start))
             if reached < stop:
                 request.cut_reason = MissReason.NO_ROOM
                 stop, window = reached, slice(start, reached)
@@ -117,9 +125,9 @@ class Loader:
         cache, promotion = self._cache, transfer.tag
         assert isinstance(promotion, Promotion)
         level = promotion.level
+        self._hung.discard(promotion)
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
-        level.observe_read(int(ok.sum()) * level.row_bytes, transfer.seconds)
-        cache.note_transfer(level, transfer, "read")
+        cache.note_transfer(level, transfer)
         promotion.source.release()
         if promotion.void:
             cache.memory.tier.release(promotion.memory_slots)
@@ -128,7 +136,8 @@ class Loader:
             cache.memory.tier.release(promotion.memory_slots[~ok])
             self._forget_failed(promotion, transfer)
         for row in transfer.rows:
-            self._promoting.pop((row.key, row.group), None)
+            if self._promoting.get((row.key, row.group)) is promotion:
+                del self._promoting[row.key, row.group]
         for group in cache.group_order:
             mine = promotion.groups == group
             good = mine & ok
@@ -152,10 +161,22 @@ class Loader:
         request.plan = None
 
     def forget(self, request: CachedRequest) -> None:
-        """The request is gone; promotions it started go on for whoever else waits."""
-        for promotion in set(self._promoting.values()):
+        """The request is gone, or waits no more. What it waited for and nobody else does is cancelled as far as it has
+        not begun."""
+        for promotion in {self._promoting[key]: None for key in self._keys_awaited(request)}:
             if request in promotion.waiters:
                 promotion.waiters.remove(request)
+                if not promotion.waiters and promotion.transfer is not None:
+                    self._cache.mover.cancel(promotion.transfer)
+
+    def give_up(self, request: CachedRequest) -> None:
+        """The request's deadline passed. Whoever comes next does not wait for the same transfers."""
+        for key in self._keys_awaited(request):
+            promotion = self._promoting[key]
+            promotion.late = True
+            self._hung.add(promotion)
+        self.forget(request)
+        request.awaited.clear()
 
     def reset(self) -> None:
         """Everything in flight is for nobody: its rows are given back when the reads end."""
@@ -171,16 +192,36 @@ class Loader:
         coming = np.zeros_like(in_memory)
         if self._promoting and not request.refuses_to_wait:
             for block, group in np.argwhere(~in_memory[start:]).tolist():
-                key = key_at(request.chain, start + block)
-                coming[start + block, group] = (key, group) in self._promoting
+                promotion = self._promoting.get((key_at(request.chain, start + block), group))
+                coming[start + block, group] = promotion is not None and not promotion.late
         return coming
 
+    def _shunned(self, request: CachedRequest, level: Level, there: Mask, start: int) -> Mask:
+        """Rows of a level that are not asked for now: they failed a while ago, or somebody waited for them in vain and
+        the read still hangs."""
+        shunned = np.zeros_like(there)
+        failed = level.health.failed_rows
+        if self._hung or len(failed):
+            for block, group in np.argwhere(there[start:]).tolist():
+                key = key_at(request.chain, start + block)
+                promotion = self._promoting.get((key, group))
+                hangs = promotion is not None and promotion.late and promotion.level is level
+                shunned[start + block, group] = hangs or failed.holds(key, group)
+        return shunned
+
+    def _keys_awaited(self, request: CachedRequest) -> list[tuple[bytes, int]]:
+        keys = [(key_at(request.chain, block), group) for block, group in request.awaited]
+        return [key for key in keys if key in self._promoting]
+
     def _join(self, request: CachedRequest, rows: Mask) -> None:
-        """Wait for rows that are on their way already."""
+        """Wait for rows that are on their way already, now at the urgency of a demand."""
+        cache = self._cache
         for block, group in np.argwhere(rows).tolist():
             promotion = self._promoting[key_at(request.chain, block), group]
             if request not in promotion.waiters:
                 promotion.waiters.append(request)
+                if promotion.transfer is not None:
+                    cache.mover.hasten(promotion.transfer, Urgency.DEMAND)
             request.awaited.add((block, group))
 
     @staticmethod
@@ -192,44 +233,6 @@ class Loader:
                 blocked[block] = True
         return blocked
 
-    def _reach(self, available: Mask, start: int) -> int:
-        """The furthest boundary up to which everything needed is available. The device may have blocks, generated
-        ones, of which the tree has not heard: `start` itself then."""
-        cache = self._cache
-        stop = max(start, len(available))
-        for group in cache.closed_groups:
-            holes = np.flatnonzero(~available[start:stop, group])
-            stop = start + int(holes[0]) if holes.size else stop
-        if not cache.window_groups:
-            return stop
-        while stop > start:
-            before = stop
-            for group, window in cache.window_groups:
-                stop = self._window_boundary(available[:, group], start, stop, window)
-            if stop == before:
-                return stop
-        return start
-
-    @staticmethod
-    def _window_boundary(available: Mask, start: int, stop: int, window: int) -> int:
-        """The last boundary ≤ stop whose `window` blocks before it (or all from `start` on) are available."""
-        ok = available[start:stop]
-        run = np.arange(1, len(ok) + 1)
-        last_hole = np.maximum.accumulate(np.where(ok, 0, run))
-        length = run - last_hole
-        good = np.flatnonzero(length >= np.minimum(run, window))
-        return start + int(good[-1]) + 1 if good.size else start
-
-    def _needed(self, available: Mask, start: int, stop: int) -> Mask:
-        """Rows a load of [start, stop) takes: every closed group's, and the windows before the boundary."""
-        needed = np.zeros_like(available)
-        for group in self._cache.closed_groups:
-            needed[start:stop, group] = True
-        for group, window in self._cache.window_groups:
-            # One block more: the engine's own window may end one block before ours.
-            needed[max(start, stop - window - 1) : stop, group] = True
-        return needed & available
-
     def _gate(
         self, request: CachedRequest, start: int, stop: int, below: Mask, where: npt.NDArray[np.int8], above: Mask
     ) -> Cut:
@@ -237,13 +240,12 @@ class Loader:
         if not cache.config.gate or stop <= start:
             return Cut(max(0, stop - start), 0.0, 0.0)
         window, n = slice(start, stop), stop - start
-        backlog = cache.mover.bytes_waiting["read"]
         up = []
         for index, level in enumerate(cache.lower):
             rows = below[window] & (where[window] == index)
             if rows.any():
                 price = cache.traffic.link_price(level.name)
-                up.append(LinkLoad(level.curve(backlog), _cumulative(rows, level.row_bytes), price))
+                up.append(LinkLoad(cache.load_curve(level), _cumulative(rows, level.row_bytes), price))
         # All of it lands in memory before the engine copies any of it.
         copied = LinkLoad(cache.memory.curve(0), _cumulative((above | below)[window], cache.memory.row_bytes))
         recompute = recompute_by_cut(
@@ -314,14 +316,15 @@ class Loader:
             request.awaited.add((block, group))
             request.promoted_from[block] = level.name
         views = [cache.memory_row(int(slot)) for slot in memory_slots]
-        cache.submit(level, Transfer(level.tier, source.slots, rows, views, True, Urgency.DEMAND, promotion))
+        promotion.transfer = Transfer(level.tier, source.slots, rows, views, True, Urgency.DEMAND, promotion)
+        cache.submit(level, promotion.transfer)
 
     def _forget_failed(self, promotion: Promotion, transfer: Transfer) -> None:
         """A row that could not be read or verified is a miss for good: it and all that builds on it leave the tier."""
         cache, level = self._cache, promotion.level
         match = cache.tree.walk(promotion.chain)
-        for block, status in zip(promotion.blocks.tolist(), transfer.statuses, strict=True):
-            if status is RowStatus.OK:
+        for i, (block, status) in enumerate(zip(promotion.blocks.tolist(), transfer.statuses, strict=True)):
+            if status is RowStatus.OK or transfer.dropped[i]:
                 continue
             gone = status in (RowStatus.CORRUPT, RowStatus.FOREIGN)
             reason = MissReason.CORRUPT if gone else MissReason.LOAD_FAILED

@@ -1,110 +1,67 @@
-"""The mover: carries rows between tiers on I/O threads, reads before writes, within bounded bytes in flight.
+"""The mover: carries rows between tiers and memory on I/O threads, reads before writes, within budgets.
 
 The control thread submits transfers and later collects them; I/O threads only call `Tier.write` and `Tier.read` and
-never touch the index. A transfer is cut into chunks so that a demand read waits for at most one chunk a thread.
+never touch the index. Every tier has a `Link` of its own, so that one that stalls delays no other.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from collections.abc import Callable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.tiers.protocol import RowId, RowStatus, Tier
+from kvtier.cache.link import Link
+from kvtier.cache.transfer import Chunk, Transfer, Urgency
+from kvtier.tiers.protocol import RowStatus
 
-Slots = npt.NDArray[np.int32]
-
-
-class Urgency(IntEnum):
-    """Order of service."""
-
-    DEMAND = 0
-    LOOK_AHEAD = 1
-    SPECULATIVE = 2
-    STORE = 3
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Rows to carry between `tier` (slots there) and memory (one view a row, in the same order).
-
-    `statuses` is filled when it ended; a cancelled transfer ends with CLOSED for the rows not begun. `seconds` is the
-    time in the tier, summed over chunks.
-    """
-
-    tier: Tier
-    slots: Slots
-    rows: Sequence[RowId]
-    views: Sequence[memoryview]
-    read: bool
-    urgency: Urgency
-    tag: object = None
-    statuses: list[RowStatus] = field(default_factory=list)
-    seconds: float = 0.0
-    cancelled: bool = False
-    _left: int = 0
-
-
-@dataclass(order=True, slots=True)
-class _Chunk:
-    urgency: int
-    sequence: int
-    transfer: Transfer = field(compare=False)
-    start: int = field(compare=False)
-    stop: int = field(compare=False)
+__all__ = ["Mover", "Transfer", "Urgency"]
 
 
 class Mover:
-    """A pool of I/O threads over a priority queue. `submit`, `collect`, `cancel` and `close` from one control thread.
+    """Links to tiers, made when first used. All methods but `drain` come from one control thread.
 
-    `chunk_bytes` bounds one call into a tier. Writes never take the last thread, so that a read always finds one.
+    `threads` carry the bytes of one tier, writes never on the last of them; `chunk_bytes` bounds one call into a tier.
+    `budgets` maps "tier.read" and "tier.write" to bytes per second. `now` dates calls, for `stuck`.
     """
 
-    def __init__(self, threads: int = 4, chunk_bytes: int = 16 << 20) -> None:
+    def __init__(
+        self,
+        threads: int = 4,
+        chunk_bytes: int = 16 << 20,
+        budgets: Mapping[str, float] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._n_threads = max(2, threads)
         self._chunk_bytes = chunk_bytes
-        self._threads_total = max(2, threads)
-        self._queue: list[_Chunk] = []
-        self._writes: list[_Chunk] = []
+        self._budgets = dict(budgets or {})
+        self._now = now
+        self._links: dict[str, Link] = {}
         self._done: deque[Transfer] = deque()
         self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._writing = 0
-        self._active = 0
         self._sequence = 0
         self._closing = False
-        self.rows_waiting = {"read": 0, "write": 0}
-        self.bytes_waiting = {"read": 0, "write": 0}
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvtier-io-{i}", daemon=True) for i in range(self._threads_total)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, transfer: Transfer) -> None:
         """Queue a transfer. It comes back through `collect`, whatever happens."""
         n = len(transfer.slots)
         transfer.statuses = [RowStatus.CLOSED] * n
-        step = max(1, self._chunk_bytes // transfer.tier.row_bytes)
-        bounds = [*list(range(0, n, step)), n]
+        transfer.dropped = np.zeros(n, np.bool_)
         with self._lock:
-            self._count(transfer, n)
-            transfer._left = len(bounds) - 1
-            queue = self._queue if transfer.read else self._writes
-            for start, stop in itertools.pairwise(bounds):
+            if n == 0 or self._closing:
+                transfer.dropped[:] = True
+                self._ended(transfer)
+                return
+            link = self._link(transfer.tier.name)
+            pieces = list(itertools.pairwise(link.bounds(transfer)))
+            transfer.left = len(pieces)
+            for start, stop in pieces:
                 self._sequence += 1
-                heapq.heappush(queue, _Chunk(int(transfer.urgency), self._sequence, transfer, start, stop))
-            if n == 0:
-                self._done.append(transfer)
-            self._wake.notify_all()
+                link.push(Chunk(int(transfer.urgency), self._sequence, transfer, start, stop))
 
     def collect(self) -> list[Transfer]:
         """Transfers that ended since the last call, in order of ending. Never blocks."""
@@ -116,95 +73,130 @@ class Mover:
         return done
 
     def cancel(self, transfer: Transfer) -> None:
-        """Drop what has not begun. The transfer still comes back through `collect`."""
-        transfer.cancelled = True
+        """Drop what has not begun. The transfer still comes back through `collect`, at once if nothing of it moves."""
+        with self._lock:
+            if transfer.tier.name in self._links:
+                self._links[transfer.tier.name].drop(transfer)
+                self._tell_idle()
+
+    def hasten(self, transfer: Transfer, urgency: Urgency) -> None:
+        """Serve what has not begun of a transfer as `urgency`, if that is sooner."""
+        if urgency < transfer.urgency:
+            with self._lock:
+                transfer.urgency = urgency
+                if transfer.tier.name in self._links:
+                    self._links[transfer.tier.name].hasten(transfer, urgency)
+
+    def stuck(self, limit_s: float) -> list[str]:
+        """Names of tiers with a call that began more than `limit_s` ago; every call is reported once."""
+        names, now = [], self._now()
+        with self._lock:
+            for link in self._links.values():
+                late = [call for call in link.running if not call.reported and now - call.began_s > limit_s]
+                for call in late:
+                    call.reported = True
+                if late:
+                    names.append(link.name)
+        return names
+
+    def backlog_bytes(self, name: str, read: bool) -> int:
+        """Bytes queued for or moving on one direction of a tier's link."""
+        link = self._links.get(name)
+        return link.bytes_waiting[read] if link is not None else 0
+
+    def budget(self, name: str, read: bool) -> float:
+        """Bytes per second one direction of a tier's link may carry; 0: no limit."""
+        return self._budgets.get(f"{name}.{'read' if read else 'write'}", 0.0)
 
     @property
     def busy(self) -> bool:
         """Whether anything is queued, moving, or not yet collected."""
-        return bool(self._queue or self._writes or self._active or self._done)
+        with self._lock:
+            return bool(self._done) or any(link.busy for link in self._links.values())
 
     @property
     def reading(self) -> bool:
         """Whether any read is queued, moving, or not yet collected."""
-        return bool(self._queue or self._active > self._writing or self._done)
+        with self._lock:
+            return bool(self._done) or any(link.reading for link in self._links.values())
+
+    @property
+    def rows_waiting(self) -> dict[str, int]:
+        """Rows queued or moving, by direction."""
+        return self._sum(lambda link, read: link.rows_waiting[read])
+
+    @property
+    def bytes_waiting(self) -> dict[str, int]:
+        """Bytes queued or moving, by direction."""
+        return self._sum(lambda link, read: link.bytes_waiting[read])
+
+    @property
+    def most_bytes_in_flight(self) -> int:
+        """The most bytes that ever moved at once on one link. Never more than threads times the largest call."""
+        return max((link.most_bytes_in_flight for link in self._links.values()), default=0)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Every I/O thread started so far and not closed."""
+        return [thread for link in self._links.values() for thread in link.threads]
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or moving. False if `timeout_s` passed first."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            while self._queue or self._writes or self._active:
+            while any(link.busy for link in self._links.values()):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
                 self._idle.wait(left)
         return True
 
+    def detach(self, name: str, timeout_s: float = 30.0) -> bool:
+        """Close one tier's link: drop what has not begun, wait for what has. False if something still runs; its thread
+        is then left to itself."""
+        with self._lock:
+            link = self._links.pop(name, None)
+            if link is None:
+                return True
+            link.close()
+            self._tell_idle()
+        return _join(link.threads, timeout_s)
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Drop what has not begun, wait for what has, and stop the threads. Idempotent. A call into a tier that does
         not come back within `timeout_s` is left to its thread, which the end of the process ends."""
         with self._lock:
             self._closing = True
-            for chunk in (*self._queue, *self._writes):
-                chunk.transfer.cancelled = True
-            self._wake.notify_all()
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            for link in self._links.values():
+                link.close()
+            self._tell_idle()
+        _join(self.threads, timeout_s)
 
-    # --- I/O threads --------------------------------------------------------------------------------------------
+    def _link(self, name: str) -> Link:
+        if name not in self._links:
+            budgets = self.budget(name, True), self.budget(name, False)
+            self._links[name] = Link(
+                name, self._n_threads, self._chunk_bytes, budgets, self._lock, self._ended, self._now
+            )
+        return self._links[name]
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                chunk = self._next()
-                while chunk is None:
-                    if self._closing and not self._queue and not self._writes:
-                        return
-                    self._wake.wait()
-                    chunk = self._next()
-            self._move(chunk)
+    def _ended(self, transfer: Transfer) -> None:
+        """A link's thread (or `cancel`) finished the last row of a transfer. Under the lock."""
+        self._done.append(transfer)
+        transfer.done.set()
+        self._tell_idle()
 
-    def _next(self) -> _Chunk | None:
-        """The most urgent chunk this thread may take. Reads first; writes leave one thread free."""
-        if self._queue:
-            self._active += 1
-            return heapq.heappop(self._queue)
-        if self._writes and self._writing < self._threads_total - 1:
-            self._active += 1
-            self._writing += 1
-            return heapq.heappop(self._writes)
-        return None
+    def _tell_idle(self) -> None:
+        if not any(link.busy for link in self._links.values()):
+            self._idle.notify_all()
 
-    def _move(self, chunk: _Chunk) -> None:
-        transfer, seconds = chunk.transfer, 0.0
-        part = slice(chunk.start, chunk.stop)
-        statuses = [RowStatus.CLOSED] * (chunk.stop - chunk.start)
-        if not transfer.cancelled:
-            verb = transfer.tier.read if transfer.read else transfer.tier.write
-            began = time.perf_counter()
-            try:
-                answer = verb(transfer.slots[part], transfer.rows[part], transfer.views[part])
-            except Exception:  # noqa: BLE001 - thread boundary: a tier that breaks its contract costs misses, not the engine
-                answer = []
-            statuses = answer if len(answer) == len(statuses) else [RowStatus.IO_ERROR] * len(statuses)
-            seconds = time.perf_counter() - began
-        with self._lock:
-            transfer.statuses[part] = statuses
-            transfer.seconds += seconds
-            transfer._left -= 1
-            self._count(transfer, chunk.start - chunk.stop)
-            if transfer._left == 0:
-                self._done.append(transfer)
-            # Last: `busy` reads without the lock and must not see neither.
-            self._active -= 1
-            if not transfer.read:
-                self._writing -= 1
-            self._wake.notify_all()
-            if not (self._queue or self._writes or self._active):
-                self._idle.notify_all()
+    def _sum(self, value: Callable[[Link, bool], int]) -> dict[str, int]:
+        links = self._links.values()
+        return {name: sum(value(link, read) for link in links) for name, read in (("read", True), ("write", False))}
 
-    def _count(self, transfer: Transfer, rows: int) -> None:
-        direction = "read" if transfer.read else "write"
-        self.rows_waiting[direction] += rows
-        self.bytes_waiting[direction] += rows * transfer.tier.row_bytes
+
+def _join(threads: list[threading.Thread], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)

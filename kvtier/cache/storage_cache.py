@@ -9,7 +9,6 @@ Thread-safe. One lock guards all decisions; bytes move outside it.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Sequence
@@ -17,10 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.copies import Buffers, Carrier, Copy
+from kvtier.cache.copies import Buffers, Copy, carry
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
+from kvtier.cache.mover import Mover
 from kvtier.cache.paths import Paths, Run
 from kvtier.cache.recovery import rebuild
 from kvtier.cache.tier_cache import Geometry
@@ -35,15 +35,12 @@ from kvtier.model.request import MissReason
 from kvtier.observe.metrics import Labels, Recorder
 from kvtier.place.gate import LinkLoad, PrefillModel, choose_cut, recompute_by_cut
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
-from kvtier.tiers.health import Breaker, BreakerState
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.protocol import RowStatus, Tier
 
 Slots = npt.NDArray[np.int32]
 Levels = npt.NDArray[np.int8]
 Mask = npt.NDArray[np.bool_]
-
-_BREAKER_GAUGE = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 
 class StorageCache:
@@ -65,12 +62,10 @@ class StorageCache:
         self._paths = Paths(self.tree)
         recovered = [tier.recover() for tier in tiers]
         self.levels = [self._level(tier) for tier in tiers]
-        draw = random.Random(0)
-        self._breakers = {tier.name: Breaker(self.clock, draw) for tier in tiers}
         self._writing: dict[str, set[tuple[bytes, int]]] = {tier.name: set() for tier in tiers}
         self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens)
         self._ghosts = Ghosts(self.tree, self.levels, config.ghost_blocks)
-        self._carrier = Carrier(config.io_threads, config.chunk_bytes)
+        self._mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets)
         self._lock = threading.Lock()
         self._in_flight = InFlight()
         self._generation = 0
@@ -92,6 +87,7 @@ class StorageCache:
                 return 0
             now = self.clock.now()
             self._visits.expire(now)
+            self._land_late()
             runs = self._paths.place(keys, head)
             where, slots, reasons = self._where(runs, chain_length(keys))
             found = _leading(where >= 0)
@@ -109,15 +105,16 @@ class StorageCache:
         undefined."""
         n = chain_length(keys)
         done, failed = np.zeros(n, np.bool_), dict[int, MissReason]()
+        deadline_s = time.monotonic() + self.config.load_deadline_s
         source = np.full(n, -1, np.int8)
         with self._in_flight.transfer() as admitted:
             for index, level in enumerate(self.levels if admitted else []):
                 with self._lock:
                     copies = self._reads(level, keys, ~done, targets)
                     self._visits.take(keys[:KEY_BYTES])  # the copies hold the rows now; damaged ones must be free to go
-                for copy in copies:
-                    self._carrier.carry(copy, read=True)
+                late = carry(self._mover, copies, deadline_s)
                 with self._lock:
+                    self._give_up(late)
                     for copy in copies:
                         arrived = self._landed_read(copy, failed)
                         done[arrived] = True
@@ -143,11 +140,12 @@ class StorageCache:
                 for run in runs:
                     self._visits.stored(run.keys, run.before, run.chain, not run.known, now)
                 copies = [copy for level in self.levels for copy in self._writes(level, runs, sources)]
-            for copy in copies:
-                self._carrier.carry(copy, read=False)
+            late = carry(self._mover, copies, time.monotonic() + self.config.load_deadline_s)
             with self._lock:
+                self._give_up(late)
                 for copy in copies:
-                    self._landed_write(copy)
+                    if not copy.abandoned:
+                        self._landed_write(copy)
                 present = self._present(runs, n)
                 self._ghosts.prune()
         return [bool(there) for there in present]
@@ -169,7 +167,9 @@ class StorageCache:
             self._visits.settle_all(self.clock.now())
             self._gauges()
         self._in_flight.close(drain_s)
-        self._carrier.close()
+        self._mover.close(drain_s)
+        with self._lock:
+            self._land_late()
         for level in self.levels:
             level.tier.close()
 
@@ -213,7 +213,6 @@ class StorageCache:
     def _gauges(self) -> None:
         for level in self.levels:
             level.gauges()
-            self.recorder.set("kvtier_breaker_state", _BREAKER_GAUGE[self._breakers[level.name].state], level.name)
         self._traffic.gauges()
         self.recorder.set("kvtier_leases", self.leases())
         self.recorder.set("kvtier_segments", len(self.tree))
@@ -234,7 +233,7 @@ class StorageCache:
             for run in runs:
                 slots[index][run.part] = self._paths.slots(level, run)
             whole = (slots[index] != ABSENT).all(axis=1)
-            if whole.any() and self._breakers[level.name].allow():
+            if whole.any() and level.health.usable():
                 where[whole] = index
             else:
                 down |= whole
@@ -288,13 +287,15 @@ class StorageCache:
             mine = (slots != ABSENT).all(axis=1) & wanted[run.part]
             if mine.any():
                 rows = np.repeat(mine[:, None], self.geometry.groups, axis=1)
-                copies.append(Copy.of(level, run, rows, slots[rows], targets, lease=True, generation=self._generation))
+                copies.append(Copy.of(level, run, rows, slots[rows], targets, read=True, generation=self._generation))
         return copies
 
     def _landed_read(self, copy: Copy, failed: dict[int, MissReason]) -> npt.NDArray[np.intp]:
         """Blocks that arrived whole; adds to `failed` why the others did not. What is damaged leaves the tier."""
-        self._note_transfer(copy, "read")
-        copy.level.observe_read(int(copy.ok.sum()) * copy.level.row_bytes, copy.seconds)
+        if copy.abandoned:
+            failed.update(dict.fromkeys(copy.at.tolist(), MissReason.DEADLINE))
+            return np.empty(0, np.intp)
+        self._note_transfer(copy)
         for block, status in zip(copy.at.tolist(), copy.statuses, strict=True):
             if status in (RowStatus.CORRUPT, RowStatus.FOREIGN):
                 failed[block] = MissReason.CORRUPT
@@ -337,7 +338,7 @@ class StorageCache:
             missing[run.part] &= self._paths.slots(level, run) == ABSENT
         if not missing.any():
             return []
-        if not self._breakers[level.name].allow():
+        if not level.health.usable():
             self.recorder.add("kvtier_stores_refused", int(missing.sum()), level.name, "tier_down")
             return []
         copies = []
@@ -345,7 +346,7 @@ class StorageCache:
             rows = missing[run.part]
             slots = self._room(level, run, rows)
             if len(slots):
-                copy = Copy.of(level, run, rows, slots, sources, lease=False, generation=self._generation)
+                copy = Copy.of(level, run, rows, slots, sources, read=False, generation=self._generation)
                 self._writing[level.name].update((row.key, row.group) for row in copy.rows)
                 copies.append(copy)
         return copies
@@ -366,7 +367,7 @@ class StorageCache:
         return slots
 
     def _landed_write(self, copy: Copy) -> None:
-        self._note_transfer(copy, "write")
+        self._note_transfer(copy)
         self._writing[copy.level.name].difference_update((row.key, row.group) for row in copy.rows)
         ok = copy.ok & (copy.generation == self._generation)
         if (~ok).any():
@@ -380,22 +381,31 @@ class StorageCache:
 
     # --- transfers ----------------------------------------------------------------------------------------------
 
-    def _note_transfer(self, copy: Copy, direction: str) -> None:
-        """Count a finished copy, tell the tier's breaker how it went, let go of its rows."""
-        level, breaker, done = copy.level, self._breakers[copy.level.name], int(copy.ok.sum())
+    def _note_transfer(self, copy: Copy) -> None:
+        """Count a finished copy, keep what is known of its tier current, let go of its rows."""
         if copy.lease is not None:
             copy.lease.release()
-        self.recorder.add("kvtier_bytes", done * level.row_bytes, level.name, direction)
-        self.recorder.add("kvtier_seconds", copy.seconds, level.name, direction)
-        if direction == "read":
-            self._traffic.moved(level.name, copy.seconds * self.config.io_threads)
-        for status in copy.statuses:
-            if status is not RowStatus.OK:
-                self.recorder.add("kvtier_faults", 1, level.name, status.value)
-        if RowStatus.IO_ERROR in copy.statuses:
-            breaker.failure(RowStatus.IO_ERROR.value)
-        elif done:
-            breaker.success(copy.seconds)
+        transfer = copy.transfer
+        if transfer.read:
+            self._traffic.moved(copy.level.name, transfer.seconds)
+        copy.level.health.note(*transfer.asked, transfer.calls, transfer.read, copy.level.row_bytes, transfer.seconds)
+
+    def _give_up(self, late: list[Copy]) -> None:
+        """Their calls return now; what the tier still holds lands later, for nobody."""
+        for copy in late:
+            if not copy.transfer.done.is_set():
+                copy.abandoned = True
+                copy.level.health.stalled()
+
+    def _land_late(self) -> None:
+        """Let go of what was given up and has ended since."""
+        for transfer in self._mover.collect():
+            copy = transfer.tag
+            if isinstance(copy, Copy) and copy.abandoned:
+                self._note_transfer(copy)
+                if not transfer.read:
+                    self._writing[copy.level.name].difference_update((row.key, row.group) for row in copy.rows)
+                    copy.level.tier.release(copy.slots)
 
     def _level(self, tier: Tier) -> Level:
         def policy(view: TierView) -> EvictionPolicy:

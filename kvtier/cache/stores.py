@@ -122,7 +122,7 @@ class Storer:
         write = transfer.tag
         assert isinstance(write, WriteThrough)
         write.ended = True
-        self._cache.note_transfer(write.level, transfer, "write")
+        self._cache.note_transfer(write.level, transfer)
         queue = self._writes[write.level.name]
         while queue and queue[0].ended:
             self._land(queue.popleft())

@@ -8,7 +8,6 @@ Every method must be called from one control thread.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,15 +30,15 @@ from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.keys import Chain
 from kvtier.model.request import Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
-from kvtier.place.gate import PrefillModel
+from kvtier.place.gate import LoadCurve, PrefillModel
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.predict.forecast import Forecast
-from kvtier.tiers.health import Breaker, BreakerState
-from kvtier.tiers.protocol import RowStatus, Tier
+from kvtier.tiers.protocol import Tier
 
 Slots = npt.NDArray[np.int32]
 
-_BREAKER_GAUGE = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+_WATCH_S = 0.5
+"""How often transfers under way are looked at for one that hangs."""
 
 
 class Geometry:
@@ -82,10 +81,9 @@ class TierCache:
         self.prefill = PrefillModel()
         self.traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in lower])
         self.memory_row = memory_row
-        self.mover = Mover(config.io_threads, config.chunk_bytes)
+        self.mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets, self.clock.now)
         self.epoch = 0
-        self._breakers = {tier.name: Breaker(self.clock, random.Random(tier.name)) for tier in lower}
-        self._leave: set[str] = set()
+        self._watch_at_s = float("-inf")
         recovered = [(tier, tier.recover()) for tier in lower]
         self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
         self.memory = self._level(memory, strict=False)
@@ -208,6 +206,13 @@ class TierCache:
 
     def poll(self) -> None:
         """Take in what the mover finished. Cheap when nothing did."""
+        now = self.clock.now()
+        if now >= self._watch_at_s and self.mover.busy:
+            self._watch_at_s = now + _WATCH_S
+            for name in self.mover.stuck(self.config.load_deadline_s):
+                for level in self.lower:
+                    if level.name == name:
+                        level.health.stalled()
         for transfer in self.mover.collect():
             if isinstance(transfer.tag, Promotion):
                 self.loader.finished(transfer)
@@ -227,8 +232,6 @@ class TierCache:
         """Write every gauge to the recorder."""
         for level in (self.memory, *self.lower):
             level.gauges()
-        for name, breaker in self._breakers.items():
-            self.recorder.set("kvtier_breaker_state", _BREAKER_GAUGE[breaker.state], name)
         for direction, rows in self.mover.rows_waiting.items():
             self.recorder.set("kvtier_queue_depth", rows, direction)
         self.traffic.gauges()
@@ -270,21 +273,17 @@ class TierCache:
     # --- for the parts of the cache -----------------------------------------------------------------------------
 
     def usable(self, level: Level) -> bool:
-        """Whether the tier's breaker lets a transfer through now. A breaker on trial lets one through and waits for its
-        outcome; leave that is not used (the gate declines, there is no room) is kept for the next transfer."""
-        breaker = self._breakers[level.name]
-        if breaker.state is BreakerState.HALF_OPEN and level.name in self._leave:
-            return True
-        self._leave.discard(level.name)
-        if not breaker.allow():
-            return False
-        self._leave.add(level.name)
-        return True
+        """Whether the tier's breaker lets a transfer through now."""
+        return level.health.usable()
 
     def submit(self, level: Level, transfer: Transfer) -> None:
         """Hand a transfer of a usable level to the mover."""
-        self._leave.discard(level.name)
+        level.health.sent()
         self.mover.submit(transfer)
+
+    def load_curve(self, level: Level) -> LoadCurve:
+        """What reading from a level costs now: measured, behind what is queued there, within its budget."""
+        return level.curve(self.mover.backlog_bytes(level.name, True), self.mover.budget(level.name, True))
 
     def publish_in_memory(
         self, chain: bytes, group: int, blocks: npt.NDArray[np.intp], slots: Slots, device_blocks: int
@@ -297,20 +296,11 @@ class TierCache:
             elsewhere |= level.residency.slots_of(match)[:, group] != ABSENT
         self.memory.publish(chain, group, blocks, slots, elsewhere)
 
-    def note_transfer(self, level: Level, transfer: Transfer, direction: str) -> None:
-        """Count a finished transfer and tell the tier's breaker how it went."""
-        done = sum(status is RowStatus.OK for status in transfer.statuses)
-        self.count_bytes(level, direction, done, transfer.seconds)
-        if direction == "read" and transfer.urgency <= Urgency.LOOK_AHEAD:
+    def note_transfer(self, level: Level, transfer: Transfer) -> None:
+        """Count a finished transfer and keep what is known of its tier current."""
+        if transfer.read and transfer.urgency <= Urgency.LOOK_AHEAD:
             self.traffic.moved(level.name, transfer.seconds)
-        breaker = self._breakers[level.name]
-        failed = [status for status in transfer.statuses if status is not RowStatus.OK]
-        for status in failed:
-            self.recorder.add("kvtier_faults", 1, level.name, status.value)
-        if any(status is RowStatus.IO_ERROR for status in failed):
-            breaker.failure(RowStatus.IO_ERROR.value)
-        elif any(status is not RowStatus.CLOSED for status in transfer.statuses):
-            breaker.success(transfer.seconds)  # full or damaged it may be, but it answers
+        level.health.note(*transfer.asked, transfer.calls, transfer.read, level.row_bytes, transfer.seconds)
 
     def count_bytes(self, level: Level, direction: str, rows: int, seconds: float) -> None:
         """Count rows moved into ("write") or out of ("read") a tier."""
@@ -331,8 +321,7 @@ class TierCache:
     def _overdue(self, request: CachedRequest) -> bool:
         if request.deadline_s is not None and self.clock.now() > request.deadline_s:
             request.refuses_to_wait = True
-            request.awaited.clear()
-            self.loader.forget(request)
+            self.loader.give_up(request)
             return True
         return False
 
@@ -356,4 +345,5 @@ class TierCache:
             self.recorder,
             tier.probe(),
             strict,
+            below=strict,
         )

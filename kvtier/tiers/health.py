@@ -26,7 +26,8 @@ class BreakerState(Enum):
 
 
 class BreakerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a breaker acts. A success slower than `slow_s` is a bad outcome; `slow_s` 0 watches errors only.
+    """When a breaker acts. Errors are bad outcomes, and so are calls that took `slow_factor` times what the tier's
+    probed curve says and more than `slow_floor_s`: less is what a busy machine does to anything.
 
     `bad` bad outcomes among the last `window` open it. It stays open for `first_pause_s`, doubled on every relapse up
     to `longest_pause_s`, each time shortened by up to half at random. `trials` good outcomes in a row close it. A trial
@@ -35,7 +36,8 @@ class BreakerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     window: int = 20
     bad: int = 5
-    slow_s: float = 0.0
+    slow_factor: float = 20.0
+    slow_floor_s: float = 0.05
     first_pause_s: float = 0.5
     longest_pause_s: float = 60.0
     trials: int = 2
@@ -81,14 +83,21 @@ class Breaker:
             self._trial_ends_s = now_s + self._limits.trial_s
             return True
 
-    def success(self, latency_s: float) -> None:
-        """A transfer ended well after `latency_s`."""
-        limits = self._limits
-        self._report(bad=0 < limits.slow_s < latency_s, reason="slow")
+    def success(self) -> None:
+        """A transfer ended well."""
+        self._report(bad=False, reason="")
 
     def failure(self, reason: str) -> None:
         """A transfer ended badly."""
         self._report(bad=True, reason=reason)
+
+    def trip(self, reason: str) -> None:
+        """Open at once: what happened says more than one bad outcome."""
+        with self._lock:
+            if self._state is BreakerState.HALF_OPEN:
+                self._pause_s = min(2 * self._pause_s, self._limits.longest_pause_s)
+            if self._state is not BreakerState.OPEN:
+                self._open(reason)
 
     def _report(self, *, bad: bool, reason: str) -> None:
         with self._lock:

@@ -38,7 +38,7 @@ def test_stays_closed_while_bad_outcomes_are_rare() -> None:
         if i % 5 == 0:
             breaker.failure("io_error")
         else:
-            breaker.success(0.001)
+            breaker.success()
     assert breaker.state is BreakerState.CLOSED
     assert breaker.opened == 0
 
@@ -49,22 +49,22 @@ def test_opens_after_enough_bad_outcomes_in_the_window_and_says_why() -> None:
         if outcome:
             breaker.failure("io_error")
         else:
-            breaker.success(0.001)
+            breaker.success()
     assert breaker.state is BreakerState.OPEN
     assert not breaker.allow()
     assert (breaker.last_reason, breaker.opened) == ("io_error", 1)
 
 
-def test_slow_successes_open_it_too() -> None:
-    breaker = make(VirtualClock(), slow_s=0.1)
-    for _ in range(3):
-        breaker.success(0.2)
+def test_a_stall_opens_it_at_once_and_counts_as_a_relapse() -> None:
+    clock = VirtualClock()
+    breaker = make(clock)
+    breaker.trip("stall")
     assert breaker.state is BreakerState.OPEN
-    assert breaker.last_reason == "slow"
-    errors_only = make(VirtualClock())
-    for _ in range(50):
-        errors_only.success(1e6)
-    assert errors_only.state is BreakerState.CLOSED
+    assert breaker.last_reason == "stall"
+    first = wait_until_allowed(breaker, clock)
+    breaker.trip("stall")
+    assert breaker.opened == 2
+    assert wait_until_allowed(breaker, clock) > 0.9 * first
 
 
 def test_half_open_lets_one_trial_through_at_a_time_and_closes_after_enough() -> None:
@@ -75,10 +75,10 @@ def test_half_open_lets_one_trial_through_at_a_time_and_closes_after_enough() ->
     assert breaker.allow()
     assert breaker.state is BreakerState.HALF_OPEN
     assert not breaker.allow()
-    breaker.success(0.001)
+    breaker.success()
     assert breaker.allow()
     assert not breaker.allow()
-    breaker.success(0.001)
+    breaker.success()
     assert breaker.state is BreakerState.CLOSED
     assert all(breaker.allow() for _ in range(5))
 
@@ -104,7 +104,7 @@ def test_recovery_resets_the_pause() -> None:
         wait_until_allowed(breaker, clock)
         breaker.failure("io_error")
     wait_until_allowed(breaker, clock)
-    breaker.success(0.001)
+    breaker.success()
     assert breaker.state is BreakerState.CLOSED
     open_it(breaker)
     assert wait_until_allowed(breaker, clock) <= 1.011
@@ -116,7 +116,7 @@ def test_a_relapse_needs_only_one_bad_trial_but_closed_starts_with_a_clean_slate
     open_it(breaker)
     clock.advance(1.0)
     assert breaker.allow()
-    breaker.success(0.001)
+    breaker.success()
     breaker.failure("io_error")
     breaker.failure("io_error")
     assert breaker.state is BreakerState.CLOSED
@@ -139,7 +139,7 @@ def test_outcomes_of_transfers_begun_before_it_opened_are_ignored() -> None:
     breaker = make(clock)
     open_it(breaker)
     for _ in range(10):
-        breaker.success(0.001)
+        breaker.success()
         breaker.failure("late")
     assert breaker.state is BreakerState.OPEN
     assert (breaker.opened, breaker.last_reason) == (1, "io_error")
@@ -182,7 +182,7 @@ def test_threads_never_get_two_trials_at_once() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_outcomes_never_break_the_rules(seed: int) -> None:
     draw, clock = random.Random(seed), VirtualClock()
-    breaker = make(clock, seed, slow_s=0.5)
+    breaker = make(clock, seed)
     opened = 0
     for _ in range(5_000):
         before = breaker.state
@@ -191,7 +191,7 @@ def test_random_outcomes_never_break_the_rules(seed: int) -> None:
             if draw.random() < 0.3:
                 breaker.failure("io_error")
             else:
-                breaker.success(draw.random())
+                breaker.success() if draw.random() < 0.5 else breaker.failure("slow")
         else:
             assert breaker.state is not BreakerState.CLOSED
         assert breaker.opened >= opened

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from kvtier.cache.cost import CostCurve
 from kvtier.cache.request import CachedRequest
 from kvtier.cache.stores import RowRef
 from kvtier.cache.tier_cache import Geometry, TierCache
@@ -244,7 +245,8 @@ def test_a_hybrid_model_loads_all_or_nothing(rig: Rig) -> None:
     for tokens in (16, 64, 128, 256):
         prefill.observe([(0, tokens)], tokens * 1e-4)
     lower = engine.cache.lower[0]
-    lower._bytes_per_s = 1.5 * ROW_BYTES / (16 * 1e-4)  # a block of two groups loads slower than it is computed
+    # A block of two groups loads slower than it is computed.
+    lower.health.read = CostCurve(1e-6, 1.5 * ROW_BYTES / (16 * 1e-4))
     assert engine.serve(range(8)) == 8
 
 
@@ -255,7 +257,7 @@ def test_blocks_of_a_tier_that_is_down_say_so(rig: Rig) -> None:
     engine.cache.memory.clear()
     engine.cache.epoch += 1
     for _ in range(5):
-        engine.cache._breakers["nvme"].failure("io_error")
+        engine.cache.lower[0].health.breaker.failure("io_error")
     engine.cache.recorder.drain()
     assert engine.serve(range(4)) == 0
     sums, _ = engine.cache.recorder.drain()
@@ -300,7 +302,7 @@ def test_a_write_that_hangs_does_not_hold_up_the_end() -> None:
     engine.cache.close(drain_s=0.1)
     assert time.monotonic() - began < 10
     rig.tier.open()
-    for thread in engine.cache.mover._threads:
+    for thread in engine.cache.mover.threads:
         thread.join()
     engine.cache.poll()
     assert engine.cache.leases() == 0
