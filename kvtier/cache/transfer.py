@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.inflight import InFlight
-from kvtier.tiers.memory import round_up
+from kvtier.tiers.addresses import round_up
 from kvtier.tiers.protocol import RowId, RowStatus, Tier
 
 Slots = npt.NDArray[np.int32]
