@@ -11,8 +11,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.addresses import round_up
+from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.protocol import RowId, RowStatus, Tier
 
 Slots = npt.NDArray[np.int32]
