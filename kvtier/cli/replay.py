@@ -28,12 +28,24 @@ def replay(
     ] = "1",
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 512,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw hit rate against capacity into this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the figures into this PNG.")] = None,
+    tiers: Annotated[str, typer.Option(help="A whole node instead: e.g. hbm=240GiB,dram=1TiB,nvme=8TiB.")] = "",
+    hardware: Annotated[str, typer.Option(help="A whole node: hardware points by name, or files. Default A25.")] = "",
+    variant: Annotated[
+        str, typer.Option(help="A whole node: native, kvtier, kvtier+hints, engine, none. Default: the first three.")
+    ] = "",
+    load: Annotated[float, typer.Option(min=1e-3, help="A whole node: starts or arrivals this much denser.")] = 1.0,
+    hints: Annotated[
+        str, typer.Option(help="What is announced: lead_s=3,missing=0,false_share=0,mistimed=0,tools_only=true.")
+    ] = "",
 ) -> None:
     """Replay request traces against eviction policies, at any number of capacities and seeds.
 
     gap_share is the share of the distance from LRU to the clairvoyant bound (Belady) that a policy closes; it is left
     out where that distance is under half a point.
+
+    With --tiers, --hardware or --variant a whole serving node is replayed: queues, links, the GPU, and what times to
+    the first token come to.
     """
     import msgspec
 
@@ -43,6 +55,22 @@ def replay(
     from kvtier.sim.plot import plot_hit_rates, require_matplotlib
     from kvtier.sim.sources import open_source
 
+    if tiers or hardware or variant:
+        from kvtier.cli.replay_tiers import replay_tiers
+        from kvtier.sim.node.experiment import Setting
+        from kvtier.sim.node.hints import parse_announcer
+
+        replay_tiers(
+            traces,
+            trace_format,
+            setting=Setting(block_tokens=block_tokens, tiers=tiers, load=load, announcer=parse_announcer(hints)),
+            hardware=hardware or "A25",
+            variant=variant or "native,kvtier,kvtier+hints",
+            seed=seed,
+            as_json=as_json,
+            plot=plot,
+        )
+        return
     policies = experiment.parse_policies(policy)
     capacities = experiment.parse_capacities(capacity)
     seeds = experiment.parse_seeds(seed)

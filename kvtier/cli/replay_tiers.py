@@ -1,0 +1,83 @@
+"""`kvtier replay --tiers`: a whole node in virtual time, its links and queues included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from kvtier.sim.node.experiment import NodeRow, Setting
+
+
+def replay_tiers(
+    traces: Sequence[str],
+    trace_format: str,
+    *,
+    setting: Setting,
+    hardware: str,
+    variant: str,
+    seed: str,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Replay traces on hardware points, a row for each variant and seed."""
+    import msgspec
+
+    from kvtier.cli.progress import ReplayProgress
+    from kvtier.errors import ConfigError
+    from kvtier.sim.experiment import parse_seeds
+    from kvtier.sim.node.experiment import run_grid, tier_blocks
+    from kvtier.sim.node.hardware import load_hardware
+    from kvtier.sim.node.plot import plot_ttft
+    from kvtier.sim.node.variants import parse_variants
+    from kvtier.sim.plot import require_matplotlib
+    from kvtier.sim.sources import open_source
+
+    points = [load_hardware(name.strip()) for name in hardware.split(",") if name.strip()]
+    if not points:
+        raise ConfigError("no hardware given")
+    variants, seeds = parse_variants(variant), parse_seeds(seed)
+    for point in points:
+        tier_blocks(point, setting)
+    if plot is not None:
+        require_matplotlib()
+        if not plot.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write the plot {plot}: {plot.absolute().parent} is no folder")
+    rows: list[NodeRow] = []
+    for source in [open_source(text, trace_format, setting.block_tokens) for text in traces]:
+        replays = len(points) * len(seeds) * len({"native", *(v.name for v in variants)})
+        with ReplayProgress(replays) as progress:
+            for row in run_grid(source, points, variants, seeds, setting, progress):
+                rows.append(row)
+                if as_json:
+                    typer.echo(msgspec.json.encode(row))
+    if not as_json:
+        _print_table(rows)
+    if plot is not None:
+        plot_ttft(rows, plot)
+
+
+def _print_table(rows: Sequence[NodeRow]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    for trace in dict.fromkeys(row.trace for row in rows):
+        table = Table(title=trace, caption="hit: share of prompt blocks found in each tier; times to the first token")
+        columns = ("hardware", "seed", "variant", "mean ms", "p50", "p95", "p99", "of native", "hbm/dram/nvme %")
+        for column in (*columns, "NVMe written GB", "$/Mtok"):
+            table.add_column(column, justify="left" if column in ("hardware", "variant") else "right")
+        for row in (row for row in rows if row.trace == trace):
+            table.add_row(
+                row.hardware,
+                str(row.seed),
+                row.variant,
+                *(f"{1e3 * t:,.0f}" for t in (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p95_s, row.ttft_p99_s)),
+                f"{row.ratio_to_native:.3f}",
+                "/".join(f"{100 * row.hit_share[tier]:.1f}" for tier in ("hbm", "dram", "nvme")),
+                f"{row.nvme_written_bytes / 1e9:,.0f}",
+                f"{row.usd_per_mtok:.4f}",
+            )
+        Console().print(table)
