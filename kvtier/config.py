@@ -61,6 +61,14 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Write-through is dropped, whole suffixes at a time, while more than this is queued."""
     load_deadline_s: float = 5.0
     """Longest a request waits for its blocks before it recomputes."""
+    hint_pin_bytes: int = 0
+    """Memory one client may pin by hints; 0: pins are rejected."""
+    control_port: int = 0
+    """Port of the control endpoint (hints, state); 0: none."""
+    control_host: str = "127.0.0.1"
+    """Address the control endpoint listens on; anything but loopback needs control_token."""
+    control_token: str = ""
+    """Callers of the control endpoint must present it; empty: KVTIER_CONTROL_TOKEN, or none."""
     ghost_blocks: int = 200_000
     """Blocks remembered after they left every tier."""
     store_generated: bool = True

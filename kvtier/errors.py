@@ -5,6 +5,7 @@ KVTierError
 │   └── ModelConfigError   a model's config.json cannot be interpreted; names the fields
 ├── TraceError             a request trace cannot be read; names the file and line
 ├── EngineMismatchError    the engine's version or its KV layout is not one we support
+├── HintError              a client's hint cannot be understood; the message says what to change
 ├── TierError              a tier could not do what was asked; becomes a counted miss, never reaches the engine
 │   ├── TierFullError      no room within the cap
 │   ├── TierIOError        the medium failed (errno kept)
@@ -33,6 +34,10 @@ class ModelConfigError(ConfigError):
 
 class TraceError(KVTierError):
     """A request trace cannot be read. The message names the file and the line."""
+
+
+class HintError(KVTierError):
+    """A client's hint cannot be understood. The message is one line and says what to change; nothing has changed."""
 
 
 class EngineMismatchError(KVTierError):

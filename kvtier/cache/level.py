@@ -58,6 +58,8 @@ class Level:
         self.on_evict: Callable[[Segment, int], None] | None = None
         # Gives up to n rows that are in nobody's way, before anything is evicted.
         self.spare: Callable[[int], int] = lambda rows: 0
+        # Gives up a promise to somebody who is not there, when eviction alone makes no room. False: nothing to give up.
+        self.relieve: Callable[[], bool] = lambda: False
         # Publishes rows that waited for a prompt to name their place (`Orphans`).
         self.adopt: Callable[[bytes], None] = lambda chain: None
         self._clock = clock
@@ -79,6 +81,12 @@ class Level:
     def make_room(self, rows: int) -> Slots | None:
         """Reserve `rows` slots, evicting by the policy where needed. None, and nothing evicted beyond what the policy
         named, if there is no room."""
+        slots = self._make_room(rows)
+        while slots is None and rows <= self.residency.capacity_rows and self.relieve():
+            slots = self._make_room(rows)
+        return slots
+
+    def _make_room(self, rows: int) -> Slots | None:
         slots = self.tier.reserve(rows)
         if slots is not None or rows > self.residency.capacity_rows:
             return slots

@@ -62,9 +62,10 @@ class Loader:
         """Rows now on their way to memory."""
         return len(self._promoting)
 
-    def plan(self, request: CachedRequest, start: int) -> LoadPlan:
+    def plan(self, request: CachedRequest, start: int, urgency: Urgency = Urgency.DEMAND) -> LoadPlan:
         """States of the request's blocks from `start` on, as far as they are offered. Starts promotions and leases
-        what it promises."""
+        what it promises. With a lower urgency nobody waits yet: no deadline runs, and what is speculative is not asked
+        of the gate, which weighs a load against computing now."""
         cache = self._cache
         self.release_hold(request)
         match = cache.tree.walk(request.chain)
@@ -95,7 +96,9 @@ class Loader:
             request.declined = 0
             request.cut_reason = MissReason.TIER_DOWN if down[stop : stop + 1].any() else None
         needed = needed_rows(cache, available, start, stop)
-        cut = self._gate(request, start, stop, needed & ~in_memory & ~coming, where, needed & in_memory)
+        cut = Cut(stop - start, 0.0, 0.0)
+        if urgency < Urgency.SPECULATIVE:
+            cut = self._gate(request, start, stop, needed & ~in_memory & ~coming, where, needed & in_memory)
         if cut.blocks < stop - start:
             request.declined = max(request.declined, stop - start - cut.blocks)
             stop = start + cut.blocks
@@ -107,7 +110,7 @@ class Loader:
         self._join(request, pending)
         wanted = needed & ~in_memory & ~coming
         if wanted[window].any():
-            pending |= self._promote(request, start, wanted, where, lower)
+            pending |= self._promote(request, start, wanted, where, lower, urgency)
             reached = min(stop, reach(cache, available & (in_memory | pending), start))
             if reached < stop:
                 request.cut_reason = MissReason.NO_ROOM
@@ -116,7 +119,8 @@ class Loader:
         states[(in_memory & available)[window]] = BlockState.HIT
         states[pending[window]] = BlockState.PENDING
         plan = LoadPlan(start, stop - start, states, cache.epoch)
-        self._wait(request, plan)
+        if urgency is Urgency.DEMAND:
+            self._wait(request, plan)
         request.plan = plan
         return plan
 
@@ -277,7 +281,13 @@ class Loader:
     # --- promotions ---------------------------------------------------------------------------------------------
 
     def _promote(
-        self, request: CachedRequest, start: int, wanted: Mask, where: npt.NDArray[np.int8], lower: list[Slots]
+        self,
+        request: CachedRequest,
+        start: int,
+        wanted: Mask,
+        where: npt.NDArray[np.int8],
+        lower: list[Slots],
+        urgency: Urgency,
     ) -> Mask:
         """Start reading `wanted` rows from the fastest tier that has them, in prefix order, as far as memory has room.
         Returns the rows now on their way."""
@@ -293,7 +303,7 @@ class Loader:
         for index, level in enumerate(cache.lower):
             mine = where[blocks, groups] == index
             if mine.any():
-                self._read(request, start, level, blocks[mine], groups[mine], lower[index], slots[mine])
+                self._read(request, start, level, blocks[mine], groups[mine], lower[index], slots[mine], urgency)
                 started[blocks[mine], groups[mine]] = True
         return started
 
@@ -306,6 +316,7 @@ class Loader:
         groups: npt.NDArray[np.intp],
         where: Slots,
         memory_slots: Slots,
+        urgency: Urgency,
     ) -> None:
         cache = self._cache
         source = level.book.take(where[blocks, groups], request.context.request_id)
@@ -316,7 +327,7 @@ class Loader:
             request.awaited.add((block, group))
             request.promoted_from[block] = level.name
         views = [cache.memory_row(int(slot)) for slot in memory_slots]
-        promotion.transfer = Transfer(level.tier, source.slots, rows, views, True, Urgency.DEMAND, promotion)
+        promotion.transfer = Transfer(level.tier, source.slots, rows, views, True, urgency, promotion)
         cache.submit(level, promotion.transfer)
 
     def _forget_failed(self, promotion: Promotion, transfer: Transfer) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvtier.cache.lease import Lease
 from kvtier.model.keys import Chain, chain_length
 from kvtier.model.request import MissReason, RequestContext
+from kvtier.place.hints import Hint
 
 States = npt.NDArray[np.uint8]
 
@@ -64,6 +65,7 @@ class CachedRequest:
     cut_reason: MissReason | None = None
     sources: dict[str, int] | None = None
     miss_from_block: int = 0
+    hints: list[Hint] = field(default_factory=list)  # hold from its end on
     started: bool = False
     ended: bool = False
 

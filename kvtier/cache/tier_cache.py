@@ -8,6 +8,7 @@ Every method must be called from one control thread.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from kvtier.cache.accounting import Accounting
 from kvtier.cache.ghosts import Ghosts
+from kvtier.cache.hinted import Hinted
 from kvtier.cache.level import Level
 from kvtier.cache.loads import Loader, Promotion
 from kvtier.cache.mover import Mover, Transfer, Urgency
@@ -22,6 +24,7 @@ from kvtier.cache.recovery import rebuild
 from kvtier.cache.request import CachedRequest, LoadPlan
 from kvtier.cache.stores import RowRef, Storer
 from kvtier.cache.traffic import Traffic
+from kvtier.cache.watch import Watch
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import CacheConfig
 from kvtier.errors import IntegrityError
@@ -31,6 +34,7 @@ from kvtier.model.keys import Chain
 from kvtier.model.request import Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
 from kvtier.place.gate import LoadCurve, PrefillModel
+from kvtier.place.hints import HintLimits
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.predict.forecast import Forecast
 from kvtier.tiers.protocol import Tier
@@ -84,6 +88,8 @@ class TierCache:
         self.mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets, self.clock.now)
         self.epoch = 0
         self._watch_at_s = float("-inf")
+        # Whoever calls holds it: the engine's thread, or the timekeeper while the engine sleeps (docs/decisions/0005).
+        self.lock = threading.RLock()
         recovered = [(tier, tier.recover()) for tier in lower]
         self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
         self.memory = self._level(memory, strict=False)
@@ -93,6 +99,9 @@ class TierCache:
             level.on_evict = self._evict_orphans
         self.loader = Loader(self)
         self.storer = Storer(self)
+        self.watch = Watch(self.memory, self.traffic, self.recorder)
+        self.hinted = Hinted(self, HintLimits(pin_bytes_per_client=config.hint_pin_bytes))
+        self.memory.relieve = self.hinted.relieve
         self._ghosts = Ghosts(self.tree, [self.memory, *self.lower], config.ghost_blocks)
         self._accounting = Accounting(self)
         self._live: set[CachedRequest] = set()
@@ -115,6 +124,7 @@ class TierCache:
         for level in (self.memory, *self.lower):
             level.policy.on_arrival(path, context, now)
         self._ghosts.visited(path)
+        self.hinted.arrived(request)
         return request
 
     def extend(self, request: CachedRequest, more: Chain) -> None:
@@ -147,6 +157,7 @@ class TierCache:
         request.started = True
         request.limit_blocks = None
         self.traffic.started(request)
+        self.hinted.started(request)
 
     def take_load(self, request: CachedRequest, rows: Sequence[RowRef]) -> Slots:
         """Lease the memory slots of `rows` (of the last plan) until `end_load`, in the order given."""
@@ -196,6 +207,8 @@ class TierCache:
             level.policy.on_finish(path, request.context, outcome, now)
         self._ghosts.visited(path)
         self._ghosts.prune()
+        self.hinted.started(request)
+        self.hinted.ended(request)
 
     # --- every step ---------------------------------------------------------------------------------------------
 
@@ -218,6 +231,14 @@ class TierCache:
                 self.loader.finished(transfer)
             else:
                 self.storer.finished(transfer)
+        now = self.clock.now()
+        self.hinted.tick(now)
+        self.watch.tick(now)
+
+    @property
+    def conservative(self) -> bool:
+        """Whether only what must be done is done: no prefetch, no migration, loads with a shorter deadline."""
+        return self.watch.conservative
 
     @property
     def busy(self) -> bool:
@@ -235,12 +256,15 @@ class TierCache:
         for direction, rows in self.mover.rows_waiting.items():
             self.recorder.set("kvtier_queue_depth", rows, direction)
         self.traffic.gauges()
+        self.recorder.set("kvtier_hinted_sessions", len(self.hinted))
+        self.recorder.set("kvtier_conservative", float(self.conservative))
         self.recorder.set("kvtier_leases", self.leases())
         self.recorder.set("kvtier_segments", len(self.tree))
         self.recorder.set("kvtier_index_blocks", self.tree.blocks)
 
     def reset(self) -> None:
         """Forget every block in every tier. Jobs of the engine are void; copies of ours under way end unseen."""
+        self.hinted.clear()
         self.loader.reset()
         self.storer.reset()
         for request in list(self._live):
@@ -258,6 +282,7 @@ class TierCache:
         self.mover.drain(drain_s)
         self.mover.close(drain_s)
         self.poll()
+        self.hinted.clear()
         for request in list(self._live):
             self.end_load(request)
             self.loader.release_hold(request)

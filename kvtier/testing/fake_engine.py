@@ -41,7 +41,7 @@ class FakeEngine:
         self.computed_blocks = 0
         self._count = 0
 
-    def open(self, tokens: Sequence[int], extra_tokens: int = 0) -> CachedRequest:
+    def open(self, tokens: Sequence[int], extra_tokens: int = 0, session: str = "") -> CachedRequest:
         """A request with this prompt (one token a block of the cache's size) arrives."""
         self._count += 1
         chain = token_chain(tokens)
@@ -49,6 +49,7 @@ class FakeEngine:
             request_id=f"r{self._count}",
             arrival_s=self.cache.clock.now(),
             prompt_tokens=len(tokens) * self.cache.block_tokens + extra_tokens,
+            session_id=session,
         )
         return self.cache.open(context, chain)
 
@@ -91,12 +92,17 @@ class FakeEngine:
         """The request ends."""
         self.cache.close_request(request, Outcome(finished_s=self.cache.clock.now(), stop_reason=stop))
 
-    def serve(self, tokens: Sequence[int], extra_tokens: int = 1) -> int:
+    def serve(self, tokens: Sequence[int], extra_tokens: int = 1, session: str = "") -> int:
         """A whole request: look up, load, compute the rest, store, end. Returns the blocks loaded."""
-        request = self.open(tokens, extra_tokens)
+        request = self.open(tokens, extra_tokens, session)
         self.lookup(request)
+        return self.run(request)
+
+    def run(self, request: CachedRequest) -> int:
+        """The request runs: it loads what was offered, computes the rest, stores it and ends."""
         loaded = self.load(request)
         self.cache.end_load(request)
+        self.cache.started(request)
         self.cache.commit_store(request, self.compute(request, loaded))
         self.finish(request)
         return loaded
