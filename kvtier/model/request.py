@@ -56,6 +56,7 @@ class MissReason(Enum):
     IN_FLIGHT = "in_flight"
     LOAD_FAILED = "load_failed"
     CORRUPT = "corrupt"
+    VANISHED = "vanished"
     DEADLINE = "deadline"
     NO_ROOM = "no_room"
     NOT_TAKEN = "not_taken"  # offered to the engine, which did not come for it

@@ -11,9 +11,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from kvtier.errors import TierIOError
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.meter import Meter
-from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, Tier, TierProbe, TierStats
+from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, Tier, TierProbe, TierStats, is_shared
 
 
 class FaultKind(Enum):
@@ -101,7 +102,7 @@ class FaultyTier:
         self._slowdown = slowdown
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._calls = {"write": 0, "read": 0}
+        self._calls = {"write": 0, "read": 0, "exists": 0}
         self._rotten: set[int] = set()
         self._meter = Meter()
 
@@ -114,6 +115,19 @@ class FaultyTier:
 
     def recover(self) -> list[RecoveredRow]:
         return self.inner.recover()
+
+    def exists(self, rows: Sequence[RowId]) -> list[bool]:
+        """See SharedTier.exists; a script's op "exists" makes it fail as a whole, or late."""
+        assert is_shared(self.inner)
+        failing = self._begin("exists", len(rows))
+        if failing:
+            raise TierIOError("the shared medium does not answer")
+        return self.inner.exists(rows)
+
+    def adopt(self, slots: Slots, rows: Sequence[RowId]) -> None:
+        """See SharedTier.adopt."""
+        assert is_shared(self.inner)
+        self.inner.adopt(slots, rows)
 
     def probe(self) -> TierProbe:
         probe = self.inner.probe()

@@ -18,10 +18,20 @@ import numpy as np
 
 from kvtier.codec.protocol import RowCodec
 from kvtier.codec.scratch import Scratch
-from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError, NotEncodableError
+from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError, IntegrityError, NotEncodableError
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.meter import Meter
-from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, Tier, TierProbe, TierStats
+from kvtier.tiers.protocol import (
+    RecoveredRow,
+    RowId,
+    RowStatus,
+    SharedTier,
+    Slots,
+    Tier,
+    TierProbe,
+    TierStats,
+    is_shared,
+)
 
 _BATCH_BYTES = 16 << 20  # of encoded rows held at once by one thread
 _PROBE_ROWS = 3
@@ -137,6 +147,16 @@ class CodecTier:
         """See Tier.close."""
         self.inner.close()
 
+    def exists(self, rows: Sequence[RowId]) -> list[bool]:
+        """See SharedTier.exists; only where the inner tier is shared."""
+        return self._shared().exists(rows)
+
+    def adopt(self, slots: Slots, rows: Sequence[RowId]) -> None:
+        """See SharedTier.adopt; only where the inner tier is shared."""
+        self._shared().adopt(slots, rows)
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            self._positions.learn(slot, row)
+
     def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
         """See Tier.write. A row the codec cannot write down (not finite, too large) is FULL and counted
         `not_encodable`."""
@@ -187,6 +207,11 @@ class CodecTier:
             own.capacity_rows, own.used_rows, own.cap_bytes, own.medium_bytes,
             own.read_bytes, own.written_bytes, own.read_s, own.write_s, faults,
         )  # fmt: skip
+
+    def _shared(self) -> SharedTier:
+        if not is_shared(self.inner):
+            raise IntegrityError(f"{self.name} belongs to this process alone")
+        return self.inner
 
     def _codec_of(self, group: int) -> RowCodec:
         if self._codec is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ class RowStatus(Enum):
     FULL = "full"
     CORRUPT = "corrupt"
     FOREIGN = "foreign"
+    VANISHED = "vanished"
     CLOSED = "closed"
 
 
@@ -112,3 +113,28 @@ class Tier(Protocol):
     def close(self) -> None:
         """Stop: later verbs answer CLOSED or None. Idempotent. Data stays where the tier is durable."""
         ...
+
+
+class SharedTier(Tier, Protocol):
+    """A tier whose medium other processes read and write too: its slots are this process's handles of common rows.
+
+    `release` forgets a handle and leaves the row, which others may want; `recover` finds nothing, `exists` does. A row
+    that another process evicted since is VANISHED when read.
+    """
+
+    def exists(self, rows: Sequence[RowId]) -> list[bool]:
+        """Which rows are on the medium now, whoever wrote them. Blocks; any thread. Says nothing about their bytes.
+        Raises TierError if the medium does not answer."""
+        ...
+
+    def adopt(self, slots: Slots, rows: Sequence[RowId]) -> None:
+        """Make reserved slots handles of rows that `exists` found. Control thread; no I/O."""
+        ...
+
+
+def is_shared(tier: Tier) -> TypeGuard[SharedTier]:
+    """Whether other processes' rows can be found in a tier. What wraps a tier is shared if the tier inside is."""
+    inner = tier
+    while (deeper := getattr(inner, "inner", None)) is not None:
+        inner = deeper
+    return hasattr(inner, "adopt") and hasattr(tier, "adopt")

@@ -15,11 +15,13 @@ from kvtier.errors import IntegrityError
 from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.rows import chain_rows, payload_of, read_back, soiled_buffers, store_rows
+from kvtier.testing.shared_memory_tier import SharedMemoryTier
 from kvtier.tiers.codec_tier import CodecTier, encoded_row_bytes
 from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier
+from kvtier.tiers.shared_fs import SharedFsTier
 
 CAPACITY = 24
 MakeTier = Callable[[int], Tier]
@@ -30,9 +32,15 @@ def _nvme(folder: Path, row_bytes: int, **tuning: int | bool) -> NvmeTier:
     return NvmeTier(str(folder), b"\7" * 32, "layout", row_bytes, 400_000 + 2 * CAPACITY * slot_bytes, **tuning)
 
 
-def _encoded(name: str, row_bytes: int) -> CodecTier:
+def _encoded(name: str, row_bytes: int, inner: MakeTier = lambda size: MemoryTier(size, CAPACITY)) -> CodecTier:
     codec = build_codec(CodecChoice(name=name), RowForm(kind="opaque", opaque_bytes=row_bytes))
-    return CodecTier(MemoryTier(encoded_row_bytes(codec), CAPACITY), codec)
+    return CodecTier(inner(encoded_row_bytes(codec)), codec)
+
+
+def _shared_fs(folder: Path, row_bytes: int, **tuning: bool) -> SharedFsTier:
+    # Folders count, and few files make many of them.
+    cap_bytes = (4 << 20) + 2 * CAPACITY * (row_bytes // 4096 * 4096 + 40_960)
+    return SharedFsTier(str(folder), b"\7" * 32, "layout", row_bytes, cap_bytes, **tuning)
 
 
 @pytest.fixture(
@@ -47,6 +55,10 @@ def _encoded(name: str, row_bytes: int) -> CodecTier:
         "faulty",
         "codec-raw",
         "codec-zstd",
+        "shared-memory",
+        "shared_fs",
+        "shared_fs-buffered",
+        "codec-shared_fs",
     ]
 )
 def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTier]:
@@ -71,6 +83,10 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTi
             "faulty": lambda: FaultyTier(MemoryTier(row_bytes, CAPACITY)),
             "codec-raw": lambda: _encoded("raw", row_bytes),
             "codec-zstd": lambda: _encoded("zstd", row_bytes),
+            "shared-memory": lambda: SharedMemoryTier(row_bytes, CAPACITY),
+            "shared_fs": lambda: _shared_fs(tmp_path, row_bytes),
+            "shared_fs-buffered": lambda: _shared_fs(tmp_path, row_bytes, direct=False),
+            "codec-shared_fs": lambda: _encoded("zstd", row_bytes, lambda size: _shared_fs(tmp_path, size)),
         }
         tier = kinds[request.param]()
         made.append(tier)

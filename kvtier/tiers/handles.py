@@ -1,0 +1,45 @@
+"""Slots of a shared tier: numbers by which one process speaks of rows that belong to everyone.
+
+A slot holds no bytes. It says that this process knows of a row: it wrote it, or found that another one did. Releasing a
+slot forgets the row and leaves it on the medium, which has an order of eviction of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.tiers.protocol import RowId, Slots
+from kvtier.tiers.slots import SlotTable
+
+
+class Handles:
+    """Which row each slot speaks of. Thread-safe for disjoint slots."""
+
+    def __init__(self, capacity: int) -> None:
+        self.table = SlotTable(capacity)
+        self.table.add(np.arange(capacity, dtype=np.int32))
+        self._rows: dict[int, RowId] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, slots: Slots, rows: Sequence[RowId]) -> None:
+        """Reserved slots speak of `rows` from now on."""
+        with self._lock:
+            self._rows.update(zip(slots.tolist(), rows, strict=True))
+        self.table.publish(slots)
+
+    def release(self, slots: Slots) -> None:
+        """Free slots. Raises IntegrityError, and nothing changed, if one is free or named twice."""
+        # Retired first: a slot must not be taken again while it still speaks of the old row.
+        self.table.retire(slots)
+        with self._lock:
+            for slot in slots.tolist():
+                self._rows.pop(slot, None)
+        self.table.reuse(slots)
+
+    def speaks_of(self, slots: Slots, rows: Sequence[RowId]) -> list[bool]:
+        """For each slot whether it is published and speaks of this very row."""
+        with self._lock:
+            return [self._rows.get(slot) == row for slot, row in zip(slots.tolist(), rows, strict=True)]
