@@ -46,7 +46,11 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     nvme_bytes: int = 0
     """Cap on everything kvtier keeps under nvme_path, journal included."""
     direct_io: bool = True
-    """Bypass the page cache on NVMe where the file system allows it."""
+    """Bypass the page cache on NVMe and shared_fs where the file system allows it."""
+    shared_fs_path: str = ""
+    """Folder on a file system that other machines mount too; empty: no such tier."""
+    shared_fs_bytes: int = 0
+    """Cap on everything kvtier keeps under shared_fs_path, of all machines together; the same on each."""
     policy: str = "kvtier"
     """Which eviction policy orders what leaves a tier."""
     gate: bool = True
@@ -69,6 +73,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Address the control endpoint listens on; anything but loopback needs control_token."""
     control_token: str = ""
     """Callers of the control endpoint must present it; empty: KVTIER_CONTROL_TOKEN, or none."""
+    discover_deadline_s: float = 0.1
+    """Longest a request waits to learn what other engines have put into a shared tier."""
     ghost_blocks: int = 200_000
     """Blocks remembered after they left every tier."""
     store_generated: bool = True
@@ -90,10 +96,13 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s}; it must be between 0 and 3600 seconds")
         if not -1 <= self.numa_node < 1024:
             raise ConfigError(f"numa_node is {self.numa_node}; it must be a node of this machine, or -1")
-        if bool(self.cxl_path) != bool(self.cxl_bytes):
-            raise ConfigError("cxl_path and cxl_bytes go together: set both, or neither to have no CXL tier")
-        if bool(self.nvme_path) != bool(self.nvme_bytes):
-            raise ConfigError("nvme_path and nvme_bytes go together: set both, or neither to have no NVMe tier")
+        if not 0 <= self.discover_deadline_s <= 60:
+            raise ConfigError(f"discover_deadline_s is {self.discover_deadline_s}; it must be between 0 and 60 seconds")
+        for tier, names in (("CXL", "cxl"), ("NVMe", "nvme"), ("shared_fs", "shared_fs")):
+            if bool(getattr(self, f"{names}_path")) != bool(getattr(self, f"{names}_bytes")):
+                raise ConfigError(
+                    f"{names}_path and {names}_bytes go together: set both, or neither to have no {tier} tier"
+                )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CacheConfig:

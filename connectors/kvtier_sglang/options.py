@@ -42,6 +42,6 @@ def cache_config(extra_config: Mapping[str, Any] | None) -> CacheConfig:
     if not configured_tiers(config):
         raise ConfigError(
             'kvtier has no tier to keep pages in; set nvme_path and nvme_bytes, for example "nvme_path": "/cache", '
-            '"nvme_bytes": "500GiB"'
+            '"nvme_bytes": "500GiB", or shared_fs_path and shared_fs_bytes'
         )
     return config

@@ -337,8 +337,10 @@ class Loader:
         for i, (block, status) in enumerate(zip(promotion.blocks.tolist(), transfer.statuses, strict=True)):
             if status is RowStatus.OK or transfer.dropped[i]:
                 continue
-            gone = status in (RowStatus.CORRUPT, RowStatus.FOREIGN)
+            gone = status in (RowStatus.CORRUPT, RowStatus.FOREIGN, RowStatus.VANISHED)
             reason = MissReason.CORRUPT if gone else MissReason.LOAD_FAILED
+            if status is RowStatus.VANISHED:
+                reason = MissReason.VANISHED
             for waiter in promotion.waiters:
                 waiter.failed.setdefault(block, reason)
             if not gone:

@@ -8,6 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cache.discovery import Question
 from kvtier.cache.lease import Lease
 from kvtier.model.keys import Chain, chain_length
 from kvtier.model.request import MissReason, RequestContext
@@ -57,6 +58,9 @@ class CachedRequest:
     wait_began_s: float | None = None
     deadline_s: float | None = None
     refuses_to_wait: bool = False
+    # What shared tiers were asked for this request and have not answered, and how long it waits for that.
+    asking: list[Question] = field(default_factory=list)
+    asked_s: float = 0.0
     pending: dict[tuple[int, int], int] = field(default_factory=dict)
     awaited: set[tuple[int, int]] = field(default_factory=set)
     promoted_from: dict[int, str] = field(default_factory=dict)

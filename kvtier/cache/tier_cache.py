@@ -22,6 +22,7 @@ from kvtier.cache.loads import Loader, Promotion
 from kvtier.cache.mover import Mover, Transfer, Urgency
 from kvtier.cache.recovery import rebuild
 from kvtier.cache.request import CachedRequest, LoadPlan
+from kvtier.cache.seeker import Seeker
 from kvtier.cache.stores import RowRef, Storer
 from kvtier.cache.traffic import Traffic
 from kvtier.cache.watch import Watch
@@ -37,7 +38,7 @@ from kvtier.place.gate import LoadCurve, PrefillModel
 from kvtier.place.hints import HintLimits
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.predict.forecast import Forecast
-from kvtier.tiers.protocol import Tier
+from kvtier.tiers.protocol import Tier, is_shared
 
 Slots = npt.NDArray[np.int32]
 
@@ -93,10 +94,12 @@ class TierCache:
         recovered = [(tier, tier.recover()) for tier in lower]
         self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
         self.memory = self._level(memory, strict=False)
-        self.lower = [self._level(tier, strict=True) for tier in lower]
+        # What lies in a shared tier is not this engine's alone to keep in order.
+        self.lower = [self._level(tier, strict=not is_shared(tier)) for tier in lower]
         self.group_order = self.memory.group_order
         for level in self.lower:
             level.on_evict = self._evict_orphans
+        self.seeker = Seeker(self)
         self.loader = Loader(self)
         self.storer = Storer(self)
         self.watch = Watch(self.memory, self.traffic, self.recorder)
@@ -125,6 +128,7 @@ class TierCache:
             level.policy.on_arrival(path, context, now)
         self._ghosts.visited(path)
         self.hinted.arrived(request)
+        self.seeker.ask(request)
         return request
 
     def extend(self, request: CachedRequest, more: Chain) -> None:
@@ -137,6 +141,8 @@ class TierCache:
 
         Leases what it promises. Safe to call again: while nothing changed it answers from memory.
         """
+        if request.asking and self.seeker.awaits(request, start):
+            return None
         plan = request.plan
         if plan is not None and plan.start == start and plan.waiting:
             if request.awaited and not self._overdue(request):
@@ -196,6 +202,7 @@ class TierCache:
             return
         request.ended = True
         self.traffic.started(request)
+        request.asking.clear()
         self.loader.forget(request)
         self.loader.release_hold(request)
         self._let_go(request)
@@ -218,7 +225,8 @@ class TierCache:
         self.traffic.prefilled(seconds)
 
     def poll(self) -> None:
-        """Take in what the mover finished. Cheap when nothing did."""
+        """Take in what the mover finished and what was found in shared tiers. Cheap when nothing was."""
+        self.seeker.take_in()
         now = self.clock.now()
         if now >= self._watch_at_s and self.mover.busy:
             self._watch_at_s = now + _WATCH_S
@@ -243,7 +251,7 @@ class TierCache:
     @property
     def busy(self) -> bool:
         """Whether polling again soon is worth it: rows are moving."""
-        return self.mover.busy
+        return self.mover.busy or self.seeker.busy
 
     def leases(self) -> int:
         """Leases outstanding over all tiers. Zero when no request is open and nothing moves."""
@@ -265,6 +273,7 @@ class TierCache:
     def reset(self) -> None:
         """Forget every block in every tier. Jobs of the engine are void; copies of ours under way end unseen."""
         self.hinted.clear()
+        self.seeker.reset()
         self.loader.reset()
         self.storer.reset()
         for request in list(self._live):
@@ -279,6 +288,7 @@ class TierCache:
 
     def close(self, drain_s: float = 10.0) -> None:
         """Finish writes under way (up to `drain_s` seconds), stop the I/O threads, close the tiers. Idempotent."""
+        self.seeker.close()
         self.mover.drain(drain_s)
         self.mover.close(drain_s)
         self.poll()

@@ -120,6 +120,14 @@ class TierHealth:
             for n_bytes, took_s in calls:
                 curve.observe(n_bytes, took_s)
 
+    def asked(self, failure: str = "") -> None:
+        """A question about what the tier holds was answered, or not: `failure` says why."""
+        if failure:
+            self._recorder.add("kvtier_faults", 1, self._name, failure)
+            self.breaker.failure(failure)
+        else:
+            self.breaker.success()
+
     def stalled(self) -> None:
         """A call has not come back within the deadline: worth as much as several failures."""
         self._recorder.add("kvtier_faults", 1, self._name, "stall")

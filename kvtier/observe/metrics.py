@@ -62,6 +62,8 @@ TABLE: tuple[MetricDef, ...] = (
     MetricDef("kvtier_conservative_entries", Kind.COUNTER, "Times conservative mode was entered.", ("reason",)),
     MetricDef("kvtier_conservative_seconds", Kind.COUNTER, "Seconds in conservative mode."),
     MetricDef("kvtier_recovered_rows", Kind.COUNTER, "Rows found again after a restart.", ("tier",)),
+    MetricDef("kvtier_discoveries", Kind.COUNTER, "Questions to shared tiers by how they ended.", ("tier", "outcome")),
+    MetricDef("kvtier_discovered_rows", Kind.COUNTER, "Rows of other engines found in a shared tier.", ("tier",)),
     MetricDef("kvtier_resident_bytes", Kind.GAUGE, "Bytes of published rows.", ("tier",)),
     MetricDef("kvtier_capacity_bytes", Kind.GAUGE, "Cap of the tier.", ("tier",)),
     MetricDef("kvtier_medium_bytes", Kind.GAUGE, "Bytes the tier occupies on its medium.", ("tier",)),
@@ -92,6 +94,7 @@ TABLE: tuple[MetricDef, ...] = (
         (),
         _SHARES,
     ),
+    MetricDef("kvtier_discovery_seconds", Kind.HISTOGRAM, "Time a shared tier took to answer.", (), _SECONDS),
     MetricDef("kvtier_control_seconds", Kind.HISTOGRAM, "Control-plane time of one call.", ("call",), _SECONDS),
 )
 

@@ -129,6 +129,11 @@ class FaultyTier:
         assert is_shared(self.inner)
         self.inner.adopt(slots, rows)
 
+    def part(self, nonce: bytes) -> None:
+        """See SharedTier.part."""
+        assert is_shared(self.inner)
+        self.inner.part(nonce)
+
     def probe(self) -> TierProbe:
         probe = self.inner.probe()
         slow = self._slowdown

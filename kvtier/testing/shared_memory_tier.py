@@ -47,6 +47,9 @@ class SharedMemoryTier:
         self._handles.table.require_reserved(slots)
         self._handles.publish(slots, rows)
 
+    def part(self, nonce: bytes) -> None:
+        self.medium = {}
+
     def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
         if self._closed:
             return [RowStatus.CLOSED] * len(rows)

@@ -157,6 +157,10 @@ class CodecTier:
         for slot, row in zip(slots.tolist(), rows, strict=True):
             self._positions.learn(slot, row)
 
+    def part(self, nonce: bytes) -> None:
+        """See SharedTier.part; only where the inner tier is shared."""
+        self._shared().part(nonce)
+
     def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
         """See Tier.write. A row the codec cannot write down (not finite, too large) is FULL and counted
         `not_encodable`."""

@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import Tier
+from kvtier.tiers.shared_fs import SharedFsTier
 
 logger = logging.getLogger(__name__)
 
@@ -103,11 +104,25 @@ def _open_nvme(site: Site) -> Tier | None:
     )
 
 
-_OPENERS: dict[str, Opener] = {"cxl": _open_cxl, "nvme": _open_nvme}
+def _open_shared_fs(site: Site) -> Tier | None:
+    config = site.config
+    if not config.shared_fs_path:
+        return None
+    return SharedFsTier(
+        config.shared_fs_path,
+        site.key_space_digest,
+        site.layout_digest,
+        site.row_bytes,
+        config.shared_fs_bytes,
+        direct=config.direct_io,
+    )
+
+
+_OPENERS: dict[str, Opener] = {"cxl": _open_cxl, "nvme": _open_nvme, "shared_fs": _open_shared_fs}
 SHARED_TIERS = frozenset({"pool", "shared_fs"})
 """Tiers whose rows every process that names the same medium can find."""
 
-_NAMED_BY = {"cxl": "cxl_path", "nvme": "nvme_path"}
+_NAMED_BY = {"cxl": "cxl_path", "nvme": "nvme_path", "shared_fs": "shared_fs_path"}
 
 
 def configured_tiers(config: CacheConfig) -> list[str]:

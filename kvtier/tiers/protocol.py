@@ -131,6 +131,11 @@ class SharedTier(Tier, Protocol):
         """Make reserved slots handles of rows that `exists` found. Control thread; no I/O."""
         ...
 
+    def part(self, nonce: bytes) -> None:
+        """From now on share only with tiers parted by the same `nonce`: after a reset, nothing that was written before,
+        by whomever, may be found again. Control thread; no handle is published; rows under way stay in the past."""
+        ...
+
 
 def is_shared(tier: Tier) -> TypeGuard[SharedTier]:
     """Whether other processes' rows can be found in a tier. What wraps a tier is shared if the tier inside is."""

@@ -36,7 +36,10 @@ class RowFiles:
     `direct` bypasses the page cache where the file system allows it.
     """
 
-    def __init__(self, ledger: Ledger, seal: ObjectSeal, row_bytes: int, fs: FileSystem, *, direct: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, seal: ObjectSeal, row_bytes: int, fs: FileSystem, *, direct: bool, probed: bool = False
+    ) -> None:
+        """`probed` says that `direct` is known to work. Raises OSError."""
         self.geometry = Geometry.of(row_bytes)
         self.direct = direct
         self._ledger = ledger
@@ -45,7 +48,7 @@ class RowFiles:
         self._folder = os.path.join(ledger.root, "objects", seal.namespace)
         self._pool = BouncePool(self.geometry.slot_bytes)
         self._numbers = itertools.count()
-        if direct:
+        if direct and not probed:
             self.direct = self._takes_direct()
 
     def path(self, row: RowId) -> str:

@@ -63,7 +63,8 @@ class SharedFsTier:
         try:
             self._fs.make_folder(root)
             self._ledger = Ledger(root, cap_bytes, self._fs, self._meter.fault)
-            seal = ObjectSeal(key_space_digest, layout_digest, row_bytes)
+            self._identity = key_space_digest, layout_digest
+            seal = ObjectSeal(*self._identity, row_bytes)
             self._files = RowFiles(self._ledger, seal, row_bytes, self._fs, direct=direct)
         except OSError as error:
             if error.errno in _WRONG:
@@ -95,6 +96,12 @@ class SharedFsTier:
         """See SharedTier. Raises IntegrityError for slots that are not reserved."""
         self._handles.table.require_reserved(slots)
         self._handles.publish(slots, rows)
+
+    def part(self, nonce: bytes) -> None:
+        """See SharedTier. Transfers under way end under the old names."""
+        key_space, layout = self._identity
+        seal = ObjectSeal(key_space, f"{layout} parted {nonce.hex()}", self.row_bytes)
+        self._files = RowFiles(self._ledger, seal, self.row_bytes, self._fs, direct=self._files.direct, probed=True)
 
     def close(self) -> None:
         """Stop, wait for transfers in flight, leave the ledger."""
@@ -129,8 +136,9 @@ class SharedFsTier:
             check_arguments(slots, rows, sources, self.row_bytes)
             self._handles.table.require_reserved(slots)
             begin_s = time.perf_counter()
+            files = self._files
             self._renew_heads(rows)
-            statuses = [self._files.write(row, source) for row, source in zip(rows, sources, strict=True)]
+            statuses = [files.write(row, source) for row, source in zip(rows, sources, strict=True)]
             good = np.array([status is RowStatus.OK for status in statuses], np.bool_)
             self._handles.publish(slots[good], [row for row, ok in zip(rows, good, strict=True) if ok])
             if RowStatus.FULL in statuses or self._cleaner.needed:
