@@ -77,6 +77,8 @@ class Seeker:
             assert isinstance(request, CachedRequest)
             if question in request.asking:
                 request.asking.remove(question)
+            # Someone has seen these blocks: if they are missed after all, it is not for being new.
+            request.known_blocks = max(request.known_blocks, question.reach)
             self._cache.epoch += 1
 
     def reset(self) -> None:

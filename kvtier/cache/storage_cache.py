@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvtier.cache.copies import Buffers, Copy, carry
 from kvtier.cache.ghosts import Ghosts
+from kvtier.cache.inquiry import Inquiry
 from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
 from kvtier.cache.mover import Mover
@@ -67,6 +68,7 @@ class StorageCache:
         self._ghosts = Ghosts(self.tree, self.levels, config.ghost_blocks)
         self._mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets)
         self._lock = threading.Lock()
+        self._inquiry = Inquiry(self.levels, self.clock, self.recorder, geometry, config)
         self._in_flight = InFlight()
         self._generation = 0
         self._closed = False
@@ -85,20 +87,14 @@ class StorageCache:
         with self._lock:
             if self._closed or not keys:
                 return 0
-            now = self.clock.now()
-            self._visits.expire(now)
+            self._visits.expire(self.clock.now())
             self._land_late()
             runs = self._paths.place(keys, head)
-            where, slots, reasons = self._where(runs, chain_length(keys))
-            found = _leading(where >= 0)
-            offered = self._gate(runs[0].depth, where[:found])
-            reasons[offered:found] = [MissReason.DECLINED_RECOMPUTE_CHEAPER] * (found - offered)
-            question = Question(keys, offered, reasons[offered:], self._promise(where[:offered], slots))
-            self._visits.asked(question, [run.chain for run in runs], runs[0].before, now)
-            self._ghosts.visited([segment for run in runs for segment in self.tree.walk(run.chain).path])
-            self._ghosts.prune()
-            self.recorder.observe("kvtier_control_seconds", time.perf_counter() - began, "find")
-            return offered
+            asked = self._inquiry.ask(runs, _leading(self._present(runs, chain_length(keys))), chain_length(keys))
+        late = self._inquiry.wait(asked)
+        with self._lock:
+            self._inquiry.take_in(late)
+            return self._offer(keys, runs, began)
 
     def load(self, keys: bytes, targets: Buffers) -> list[bool]:
         """Read blocks into `targets` and verify them. True for those that are there; the content of the others is
@@ -155,6 +151,7 @@ class StorageCache:
         with self._lock:
             self._visits.settle_all(self.clock.now())
             self._generation += 1
+            self._inquiry.forget()
             for level in self.levels:
                 level.clear()
 
@@ -164,6 +161,7 @@ class StorageCache:
             if self._closed:
                 return
             self._closed = True
+            self._inquiry.close()
             self._visits.settle_all(self.clock.now())
             self._gauges()
         self._in_flight.close(drain_s)
@@ -253,6 +251,22 @@ class StorageCache:
                     rows[run.start + i, group] = (key, group) in writing
         return rows
 
+    def _offer(self, keys: bytes, runs: list[Run], began: float) -> int:
+        """How many blocks of a question are offered, now that all is known that can be; promises them."""
+        if self._closed:
+            return 0
+        now = self.clock.now()
+        where, slots, reasons = self._where(runs, chain_length(keys))
+        found = _leading(where >= 0)
+        offered = self._gate(runs[0].depth, where[:found])
+        reasons[offered:found] = [MissReason.DECLINED_RECOMPUTE_CHEAPER] * (found - offered)
+        question = Question(keys, offered, reasons[offered:], self._promise(where[:offered], slots))
+        self._visits.asked(question, [run.chain for run in runs], runs[0].before, now)
+        self._ghosts.visited([segment for run in runs for segment in self.tree.walk(run.chain).path])
+        self._ghosts.prune()
+        self.recorder.observe("kvtier_control_seconds", time.perf_counter() - began, "find")
+        return offered
+
     def _gate(self, depth: int, where: Levels) -> int:
         """How many of the blocks found are faster to load than to compute."""
         n = len(where)
@@ -297,8 +311,8 @@ class StorageCache:
             return np.empty(0, np.intp)
         self._note_transfer(copy)
         for block, status in zip(copy.at.tolist(), copy.statuses, strict=True):
-            if status in (RowStatus.CORRUPT, RowStatus.FOREIGN):
-                failed[block] = MissReason.CORRUPT
+            if status in (RowStatus.CORRUPT, RowStatus.FOREIGN, RowStatus.VANISHED):
+                failed[block] = MissReason.VANISHED if status is RowStatus.VANISHED else MissReason.CORRUPT
                 self._drop_damaged(copy, block, status)
             elif status is not RowStatus.OK:
                 failed.setdefault(block, MissReason.LOAD_FAILED)

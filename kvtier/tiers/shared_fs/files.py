@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtier.codec.checksum import checksum64
-from kvtier.tiers.memory import address_of
+from kvtier.tiers.addresses import address_of
 from kvtier.tiers.nvme.format import Geometry
 from kvtier.tiers.nvme.io import BLOCK, BouncePool
 from kvtier.tiers.nvme.transfer import status_of

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.errors import ConfigError, TierIOError
+from kvtier.tiers.addresses import round_up
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.handles import Handles
 from kvtier.tiers.inflight import InFlight
-from kvtier.tiers.memory import round_up
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.nvme.io import BLOCK
 from kvtier.tiers.objects import ObjectSeal
