@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -21,12 +24,14 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
+from kvtier.cache.control import Control
 from kvtier.cache.request import BlockState, CachedRequest
 from kvtier.cache.stores import RowRef
 from kvtier.cache.tier_cache import TierCache
 from kvtier.model.keys import KeySpace
 from kvtier.model.request import Outcome
 from kvtier.predict.roles import ChatMarkers
+from kvtier_vllm.hints import hints_of
 from kvtier_vllm.identity import adapter_fingerprint
 from kvtier_vllm.metrics import drain
 from kvtier_vllm.requests import context_of, outcome_of
@@ -38,6 +43,24 @@ _RESULTS = {
 }
 _SOURCES = {"dram": CacheHitSource.HOST, "nvme": CacheHitSource.DISK}
 _GAUGE_INTERVAL_S = 1.0
+_COMPLAINTS = 5
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+logger = init_logger("vllm.kvtier")
+
+
+def _locked(
+    method: Callable[Concatenate[KVTierManager, Params], Result],
+) -> Callable[Concatenate[KVTierManager, Params], Result]:
+    """The engine's thread decides while it holds the cache's lock; the timekeeper may, while it does not."""
+
+    @wraps(method)
+    def call(self: KVTierManager, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        with self.cache.lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +76,7 @@ class Tracked:
 
 
 class KVTierManager(OffloadingManager):
-    """One engine's manager. All calls come from the scheduler's thread."""
+    """One engine's manager. All calls come from the scheduler's thread, and hold the cache's lock where they decide."""
 
     def __init__(
         self,
@@ -63,8 +86,12 @@ class KVTierManager(OffloadingManager):
         blocks_per_chunk: int,
         tokens_per_hash: int,
         markers: ChatMarkers,
+        replica: int = 0,
     ) -> None:
+        """`replica` sets the control endpoints of a node's data-parallel replicas apart: port, port + 1, …"""
         self.cache = cache
+        self.control = Control(cache, replica)
+        self._complaints = 0
         self._markers = markers
         self._needs_roles = cache.config.policy == "beta16"
         self._key_space = key_space
@@ -86,12 +113,14 @@ class KVTierManager(OffloadingManager):
         """What is known of a running request."""
         return self._tracked.get(request_id)
 
+    @_locked
     def plan(self, tracked: Tracked, computed_tokens: int) -> bool:
         """Look up what can be loaded after the device's own hit. False: still on its way, ask again next step."""
         self.cache.poll()
         self._grow(tracked)
         return self.cache.lookup(tracked.cached, computed_tokens // self._chunk_tokens) is not None
 
+    @_locked
     def note_outcome(self, request: Request) -> None:
         """The request ended; its last blocks may still be offered before `on_request_finished`."""
         tracked = self._tracked.get(request.request_id)
@@ -100,6 +129,7 @@ class KVTierManager(OffloadingManager):
 
     # --- OffloadingManager --------------------------------------------------------------------------------------
 
+    @_locked
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request, self._announced = self._announced, None
         if request is not None and request.request_id == req_context.req_id:
@@ -107,6 +137,7 @@ class KVTierManager(OffloadingManager):
             hashes = list(request.block_hashes)[self._hashes_per_chunk - 1 :: self._hashes_per_chunk]
             context = context_of(request, self.cache.clock.now(), self._markers, self._chunk_tokens, self._needs_roles)
             cached = self.cache.open(context, key_space.adopt(hashes))
+            self._take_hints(request, cached)
             tracked = Tracked(request, cached, key_space, len(hashes))
             req_context.set_state(tracked)
             self._tracked[req_context.req_id] = tracked
@@ -130,16 +161,19 @@ class KVTierManager(OffloadingManager):
         tier = tracked.cached.promoted_from.get(self._row(tracked, key, req_context).block, "dram")
         return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
+    @_locked
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         tracked = self._tracked[req_context.req_id]
         slots = self.cache.take_load(tracked.cached, [self._row(tracked, key, req_context) for key in keys])
         return CPULoadStoreSpec(slots.tolist())
 
+    @_locked
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         tracked = req_context.get_state(Tracked)
         if tracked is not None:
             self.cache.end_load(tracked.cached)
 
+    @_locked
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         tracked = self._tracked.get(req_context.req_id)
         if tracked is None:
@@ -151,11 +185,13 @@ class KVTierManager(OffloadingManager):
             [rows[row] for row, _ in granted], CPULoadStoreSpec([slot for _, slot in granted]), []
         )
 
+    @_locked
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         tracked = req_context.get_state(Tracked)
         if tracked is not None:
             self.cache.commit_store(tracked.cached, [self._row(tracked, key, req_context) for key in keys])
 
+    @_locked
     def on_request_finished(self, req_context: ReqContext) -> None:
         tracked = self._tracked.pop(req_context.req_id, None)
         if tracked is not None:
@@ -163,6 +199,7 @@ class KVTierManager(OffloadingManager):
             now = self.cache.clock.now()
             self.cache.close_request(tracked.cached, tracked.outcome or Outcome(finished_s=now))
 
+    @_locked
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         for request_id in context.new_req_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
@@ -172,9 +209,11 @@ class KVTierManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         return self.cache.busy
 
+    @_locked
     def reset_cache(self) -> None:
         self.cache.reset()
 
+    @_locked
     def get_stats(self) -> OffloadingConnectorStats | None:
         now = time.monotonic()
         if now >= self._gauges_due_s:
@@ -186,7 +225,20 @@ class KVTierManager(OffloadingManager):
         return ()
 
     def shutdown(self) -> None:
-        self.cache.close()
+        self.control.close()
+        with self.cache.lock:
+            self.cache.close()
+
+    def _take_hints(self, request: Request, cached: CachedRequest) -> None:
+        hints, errors = hints_of(request, cached.context.params, cached.context.session_id)
+        cached.hints += hints
+        if hints:
+            self.control.keep_time()
+        for error in errors:
+            self.cache.recorder.add("kvtier_hints", 1, "message", "rejected")
+            self._complaints += 1
+            if self._complaints <= _COMPLAINTS:
+                logger.warning("kvtier: a hint of request %s is left out: %s", request.request_id, error)
 
     # --- keys ---------------------------------------------------------------------------------------------------
 

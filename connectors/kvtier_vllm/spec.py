@@ -149,7 +149,13 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         )
         groups = [group.group_id for group in self.config.groups]
         return KVTierManager(
-            cache, key_space, groups, self.blocks_per_chunk, self.tokens_per_hash, _markers_of(self._vllm_config)
+            cache,
+            key_space,
+            groups,
+            self.blocks_per_chunk,
+            self.tokens_per_hash,
+            _markers_of(self._vllm_config),
+            int(self.config.parallel.data_parallel_index),
         )
 
     def _share(self) -> Share:

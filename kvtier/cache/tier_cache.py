@@ -221,8 +221,9 @@ class TierCache:
 
     def observe_prefill(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """One engine step computed tokens [start, stop) of some prompts in `seconds`: what loading competes with."""
-        self.prefill.observe(spans, seconds)
-        self.traffic.prefilled(seconds)
+        with self.lock:
+            self.prefill.observe(spans, seconds)
+            self.traffic.prefilled(seconds)
 
     def poll(self) -> None:
         """Take in what the mover finished and what was found in shared tiers. Cheap when nothing was."""

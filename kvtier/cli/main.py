@@ -11,6 +11,7 @@ from kvtier.cli import config
 from kvtier.cli.analyze import analyze
 from kvtier.cli.calibrate import calibrate
 from kvtier.cli.eval_codec import eval_app
+from kvtier.cli.hint import hint
 from kvtier.cli.replay import replay
 from kvtier.cli.size import size
 from kvtier.errors import KVTierError
@@ -34,6 +35,7 @@ app.command()(replay)
 app.command()(analyze)
 app.command()(size)
 app.command()(calibrate)
+app.command()(hint)
 app.add_typer(eval_app, name="eval")
 app.add_typer(config.app, name="config")
 

@@ -1,0 +1,144 @@
+"""Control from outside the engine's thread: hints and state over HTTP, and a timekeeper for when the engine sleeps.
+
+An engine without requests takes no steps, and that is when hints matter most: the tool runs, and its session is about
+to be back. So whoever holds the cache's lock decides. Usually that is the engine's thread; the timekeeper comes in only
+while there are hints and the lock is free (docs/decisions/0005).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvtier.cache.tier_cache import TierCache
+from kvtier.errors import HintError
+from kvtier.observe.endpoint import ControlServer
+from kvtier.place.hint_message import parse_hints
+from kvtier.place.hints import Hint
+
+TOKEN_VARIABLE = "KVTIER_CONTROL_TOKEN"
+_PATIENCE_S = 5.0
+_BEAT_S = 0.1
+_MOST_MESSAGES = 1000
+
+
+class Control:
+    """The control side of one cache. `close` ends its threads. Methods may be called from any thread."""
+
+    def __init__(self, cache: TierCache, port_offset: int = 0) -> None:
+        """Opens the endpoint if the configuration asks for one. Raises ConfigError if it cannot be had."""
+        self._cache = cache
+        self._closing = threading.Event()
+        self._timekeeper: threading.Thread | None = None
+        self.server: ControlServer | None = None
+        config = cache.config
+        if config.control_port:
+            token = config.control_token or os.environ.get(TOKEN_VARIABLE, "")
+            routes = {"POST /v1/hints": self._hints, "GET /v1/state": self._state}
+            self.server = ControlServer(config.control_host, config.control_port + port_offset, token, routes)
+            self.keep_time()
+
+    def keep_time(self) -> None:
+        """From now on hints are carried out although the engine sleeps. Idempotent; call with the cache's lock."""
+        if self._timekeeper is None and not self._closing.is_set():
+            self._timekeeper = threading.Thread(target=self._beat, name="kvtier-timekeeper", daemon=True)
+            self._timekeeper.start()
+
+    def close(self) -> None:
+        """Stop serving and keeping time. Idempotent; call without the cache's lock."""
+        self._closing.set()
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+        if self._timekeeper is not None:
+            self._timekeeper.join(_PATIENCE_S)
+            self._timekeeper = None
+
+    # --- routes -------------------------------------------------------------------------------------------------
+
+    def _hints(self, body: object) -> object:
+        """One message or a list of them, taken in whole or not at all."""
+        messages = body if isinstance(body, list) else [body]
+        if len(messages) > _MOST_MESSAGES:
+            raise HintError(f"{len(messages)} hints at once; send at most {_MOST_MESSAGES}")
+        hints: list[Hint] = [hint for message in messages for hint in parse_hints(message, time.time())]
+        with self._locked():
+            answers = [self._cache.hinted.offer(hint) for hint in hints]
+        return {
+            "results": [
+                {
+                    "session": hint.session,
+                    "kind": hint.kind.value,
+                    "outcome": answer.outcome.value,
+                    "reason": answer.reason,
+                }
+                for hint, answer in zip(hints, answers, strict=True)
+            ]
+        }
+
+    def _state(self, body: object) -> object:
+        """What the cache is doing now, and why the gate decided as it did."""
+        cache = self._cache
+        with self._locked():
+            now = cache.clock.now()
+            machine, signals = cache.watch.machine, cache.watch.signals(now)
+            return {
+                "mode": machine.mode.value,
+                "mode_reason": machine.reason if machine.conservative else "",
+                "signals": signals._asdict(),
+                "hinted_sessions": len(cache.hinted),
+                "leases": cache.leases(),
+                "gpu_busy": cache.traffic.gpu_share(),
+                "tiers": [
+                    {
+                        "name": level.name,
+                        "rows": level.residency.resident_rows,
+                        "capacity_rows": level.residency.capacity_rows,
+                        "pinned_rows": level.residency.pinned_rows,
+                        "row_bytes": level.row_bytes,
+                        "link_busy": cache.traffic.link_share(level.name),
+                    }
+                    for level in (cache.memory, *cache.lower)
+                ],
+                "decisions": [
+                    {
+                        "request": d.request_id,
+                        "start_token": d.start_token,
+                        "prompt_tokens": d.prompt_tokens,
+                        "found_blocks": d.cut.found,
+                        "loaded_blocks": d.cut.blocks,
+                        "load_s": d.cut.load_s,
+                        "exposed_s": d.cut.exposed_s,
+                        "recompute_s": d.cut.recompute_s,
+                        "recompute_without_s": d.cut.recompute_all_s,
+                        "queue_s": d.cut.queue_s,
+                        "effective_hit": d.cut.effective_hit,
+                        "gpu_busy": d.gpu_share,
+                    }
+                    for d in cache.traffic.decisions
+                ],
+            }
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not self._cache.lock.acquire(timeout=_PATIENCE_S):
+            raise TimeoutError
+        try:
+            yield
+        finally:
+            self._cache.lock.release()
+
+    def _beat(self) -> None:
+        cache = self._cache
+        while not self._closing.wait(_BEAT_S):
+            if len(cache.hinted) and cache.lock.acquire(blocking=False):
+                try:
+                    if not self._closing.is_set():
+                        cache.poll()
+                finally:
+                    cache.lock.release()

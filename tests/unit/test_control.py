@@ -1,0 +1,166 @@
+"""The control endpoint: who may call, what is taken, and that bad requests change nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cache.control import TOKEN_VARIABLE, Control
+from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cli.main import app
+from kvtier.config import CacheConfig
+from kvtier.errors import ConfigError, HintError
+from kvtier.observe.endpoint import is_loopback
+from kvtier.testing.fake_engine import FakeEngine
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.tiers.dram import DramTier
+
+ROW = 64
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Rig:
+    def __init__(self, **options: Any) -> None:
+        memory = DramTier.over(np.zeros(32 * ROW, np.uint8), ROW, 32, ROW, checksums=False)
+        config = CacheConfig(dram_bytes=1, policy="lru", io_threads=2, control_port=free_port(), **options)
+        self.cache = TierCache(config, Geometry(16), memory, memory.row, [MemoryTier(ROW, 256, name="nvme")])
+        self.engine = FakeEngine(self.cache)
+        self.control = Control(self.cache)
+        assert self.control.server is not None
+        self.port = self.control.server.port
+
+    def call(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode() if method == "POST" else None
+        sent = {"Content-Type": "application/json"} if method == "POST" else {}
+        try:
+            connection.request(method, path, raw, {**sent, **(headers or {})})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self.control.close()
+        self.cache.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    r = Rig()
+    with r.cache.lock:
+        r.engine.serve(range(10), session="s")
+        r.engine.settle()
+    yield r
+    r.close()
+
+
+def test_a_hint_is_carried_out_although_the_engine_sleeps(rig: Rig) -> None:
+    with rig.cache.lock:
+        rig.cache.memory.clear()
+        rig.cache.epoch += 1
+    status, answer = rig.call("POST", "/v1/hints", {"session": "s", "returns_in": "0.2s"})
+    assert (status, answer["results"][0]["outcome"]) == (200, "accepted")
+    deadline = time.monotonic() + 10
+    while rig.cache.memory.residency.resident_rows < 10 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert rig.cache.memory.residency.resident_rows == 10, "nobody but the timekeeper polled"
+
+
+def test_state_says_mode_tiers_and_decisions(rig: Rig) -> None:
+    status, state = rig.call("GET", "/v1/state")
+    assert status == 200
+    assert state["mode"] == "normal"
+    assert [tier["name"] for tier in state["tiers"]] == ["dram", "nvme"]
+    assert state["tiers"][1]["rows"] == 10
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        ({"session": "s", "returns_inn": 3}, "did you mean returns_in"),
+        ([{"session": "s", "returns_in": 3}, {"session": "s", "pin": "soon"}], "pin is 'soon'"),
+        ("s", "JSON object"),
+        ([{}] * 1001, "at most 1000"),
+    ],
+)
+def test_a_malformed_hint_is_one_clear_error_and_changes_nothing(rig: Rig, body: object, said: str) -> None:
+    status, answer = rig.call("POST", "/v1/hints", body)
+    assert status == 400
+    assert said in answer["error"]
+    assert "\n" not in answer["error"]
+    assert len(rig.cache.hinted) == 0
+
+
+def test_what_a_web_page_could_send_is_refused(rig: Rig) -> None:
+    hint = {"session": "s", "returns_in": 3}
+    assert rig.call("POST", "/v1/hints", hint, {"Content-Type": "text/plain"})[0] == 415
+    assert rig.call("POST", "/v1/hints", hint, {"Host": "evil.example:7077"})[0] == 403
+    assert rig.call("POST", "/v1/hints", b"", {"Content-Length": "99999999"})[0] == 413
+    assert rig.call("GET", "/v1/hints")[0] == 405
+    assert rig.call("GET", "/etc/passwd")[0] == 404
+    assert len(rig.cache.hinted) == 0
+
+
+def test_with_a_token_only_its_holders_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    rig = Rig()
+    try:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            assert rig.call("GET", "/v1/state", headers=headers)[0] == 401
+        assert rig.call("GET", "/v1/state", headers={"Authorization": "Bearer s3cret"})[0] == 200
+    finally:
+        rig.close()
+
+
+def test_others_can_reach_it_only_with_a_token_and_a_taken_port_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match="control_token"):
+        Rig(control_host="0.0.0.0")
+    rig = Rig()
+    try:
+        with pytest.raises(ConfigError, match=f"control_port {rig.port}"):
+            Control(rig.cache)
+    finally:
+        rig.close()
+
+
+def test_loopback_is_told_from_other_addresses() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "localhost.evil.example", "", "::"))
+
+
+def test_the_command_line_hints_and_says_what_became_of_it(rig: Rig) -> None:
+    url = f"http://127.0.0.1:{rig.port}"
+    run = CliRunner().invoke
+    done = run(app, ["hint", "s", "--returns-in", "3s", "--retain-for", "2h", "--url", url])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == ["returns_in: accepted", "retain_until: clipped (time)"]
+    done = run(app, ["hint", "nobody", "--returns-in", "3s", "--url", url])
+    assert (done.exit_code, done.output) == (1, "returns_in: rejected (unknown_session)\n")
+    for arguments, said in (
+        (["hint", "s", "--returns-in", "soon", "--url", url], "returns_in is 'soon'"),
+        (["hint", "s", "--url", url], "at least one of"),
+        (["hint", "s", "--demote", "--url", f"http://127.0.0.1:{free_port()}"], "does not answer"),
+    ):
+        done = run(app, arguments)
+        assert isinstance(done.exception, HintError)
+        assert said in str(done.exception)
