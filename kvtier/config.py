@@ -65,6 +65,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Write-through is dropped, whole suffixes at a time, while more than this is queued."""
     load_deadline_s: float = 5.0
     """Longest a request waits for its blocks before it recomputes."""
+    look_ahead: bool = True
+    """Move up and protect what requests in the engine's queue need."""
     hint_pin_bytes: int = 0
     """Memory one client may pin by hints; 0: pins are rejected."""
     control_port: int = 0

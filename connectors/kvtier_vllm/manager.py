@@ -204,7 +204,7 @@ class KVTierManager(OffloadingManager):
         for request_id in context.new_req_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 self.cache.started(tracked.cached)
-        self.cache.poll()
+        self.cache.stepped()
 
     def has_pending_work(self) -> bool:
         return self.cache.busy

@@ -2,7 +2,7 @@
 
 An engine without requests takes no steps, and that is when hints matter most: the tool runs, and its session is about
 to be back. So whoever holds the cache's lock decides. Usually that is the engine's thread; the timekeeper comes in only
-while there are hints and the lock is free (docs/decisions/0005).
+while there are hints and the lock is free (docs/decisions/0008).
 """
 
 from __future__ import annotations

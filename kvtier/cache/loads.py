@@ -99,6 +99,9 @@ class Loader:
         cut = Cut(stop - start, 0.0, 0.0)
         if urgency < Urgency.SPECULATIVE:
             cut = self._gate(request, start, stop, needed & ~in_memory & ~coming, where, needed & in_memory)
+        if urgency is Urgency.DEMAND and request.limit_blocks is None and cut.found:
+            context = request.context
+            cache.traffic.decided(context.request_id, start * cache.block_tokens, context.prompt_tokens, cut)
         if cut.blocks < stop - start:
             request.declined = max(request.declined, stop - start - cut.blocks)
             stop = start + cut.blocks
@@ -107,7 +110,7 @@ class Loader:
         window = slice(start, stop)
         self._hold(request, memory[window][(available & in_memory)[window]])
         pending = needed & coming
-        self._join(request, pending)
+        self._join(request, pending, urgency)
         wanted = needed & ~in_memory & ~coming
         if wanted[window].any():
             pending |= self._promote(request, start, wanted, where, lower, urgency)
@@ -217,15 +220,15 @@ class Loader:
         keys = [(key_at(request.chain, block), group) for block, group in request.awaited]
         return [key for key in keys if key in self._promoting]
 
-    def _join(self, request: CachedRequest, rows: Mask) -> None:
-        """Wait for rows that are on their way already, now at the urgency of a demand."""
+    def _join(self, request: CachedRequest, rows: Mask, urgency: Urgency) -> None:
+        """Wait for rows that are on their way already, now at this urgency."""
         cache = self._cache
         for block, group in np.argwhere(rows).tolist():
             promotion = self._promoting[key_at(request.chain, block), group]
             if request not in promotion.waiters:
                 promotion.waiters.append(request)
-                if promotion.transfer is not None:
-                    cache.mover.hasten(promotion.transfer, Urgency.DEMAND)
+            if promotion.transfer is not None:
+                cache.mover.hasten(promotion.transfer, urgency)
             request.awaited.add((block, group))
 
     @staticmethod
@@ -257,11 +260,7 @@ class Loader:
         )
         # Windows were stored at the boundary only: no cut before it can be loaded.
         gpu = cache.traffic.gpu_for(request)
-        cut = choose_cut([up, [copied]], recompute, n, gpu, whole=bool(cache.window_groups))
-        if request.limit_blocks is None:
-            context = request.context
-            cache.traffic.decided(context.request_id, start * cache.block_tokens, context.prompt_tokens, cut)
-        return cut
+        return choose_cut([up, [copied]], recompute, n, gpu, whole=bool(cache.window_groups))
 
     def _wait(self, request: CachedRequest, plan: LoadPlan) -> None:
         """Start or end the clock of a wait. vLLM itself never gives up on a deferred request."""
@@ -273,10 +272,14 @@ class Loader:
             request.wait_began_s = request.deadline_s = None
         elif request.wait_began_s is None:
             request.wait_began_s = now
+            request.waited = True
             begin = plan.start * cache.block_tokens
             recompute_s = cache.prefill.seconds_from(np.array([begin]), request.context.prompt_tokens)[0]
             limit_s = cache.config.load_deadline_s
-            request.deadline_s = now + (min(limit_s, max(0.1, 2 * recompute_s)) if recompute_s > 0 else limit_s)
+            if recompute_s > 0:
+                patience = 1.0 if cache.conservative else 2.0
+                limit_s = min(limit_s, max(0.1, patience * recompute_s))
+            request.deadline_s = now + limit_s
 
     # --- promotions ---------------------------------------------------------------------------------------------
 

@@ -69,6 +69,8 @@ class CachedRequest:
     cut_reason: MissReason | None = None
     sources: dict[str, int] | None = None
     miss_from_block: int = 0
+    asked: bool = False  # by the engine, after it was looked ahead for
+    waited: bool = False  # for a load, at least once
     hints: list[Hint] = field(default_factory=list)  # hold from its end on
     started: bool = False
     ended: bool = False

@@ -19,6 +19,7 @@ from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.hinted import Hinted
 from kvtier.cache.level import Level
 from kvtier.cache.loads import Loader, Promotion
+from kvtier.cache.look_ahead import LookAhead
 from kvtier.cache.mover import Mover, Transfer, Urgency
 from kvtier.cache.recovery import rebuild
 from kvtier.cache.request import CachedRequest, LoadPlan
@@ -89,7 +90,7 @@ class TierCache:
         self.mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets, self.clock.now)
         self.epoch = 0
         self._watch_at_s = float("-inf")
-        # Whoever calls holds it: the engine's thread, or the timekeeper while the engine sleeps (docs/decisions/0005).
+        # Whoever calls holds it: the engine's thread, or the timekeeper while the engine sleeps (docs/decisions/0008).
         self.lock = threading.RLock()
         recovered = [(tier, tier.recover()) for tier in lower]
         self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
@@ -104,6 +105,7 @@ class TierCache:
         self.storer = Storer(self)
         self.watch = Watch(self.memory, self.traffic, self.recorder)
         self.hinted = Hinted(self, HintLimits(pin_bytes_per_client=config.hint_pin_bytes))
+        self.look_ahead = LookAhead(self)
         self.memory.relieve = self.hinted.relieve
         self._ghosts = Ghosts(self.tree, [self.memory, *self.lower], config.ghost_blocks)
         self._accounting = Accounting(self)
@@ -128,6 +130,7 @@ class TierCache:
             level.policy.on_arrival(path, context, now)
         self._ghosts.visited(path)
         self.hinted.arrived(request)
+        self.look_ahead.arrived(request)
         self.seeker.ask(request)
         return request
 
@@ -143,7 +146,7 @@ class TierCache:
         """
         if request.asking and self.seeker.awaits(request, start):
             return None
-        plan = request.plan
+        plan = None if self.look_ahead.asked(request) else request.plan
         if plan is not None and plan.start == start and plan.waiting:
             if request.awaited and not self._overdue(request):
                 return None
@@ -164,6 +167,7 @@ class TierCache:
         request.limit_blocks = None
         self.traffic.started(request)
         self.hinted.started(request)
+        self.look_ahead.started(request)
 
     def take_load(self, request: CachedRequest, rows: Sequence[RowRef]) -> Slots:
         """Lease the memory slots of `rows` (of the last plan) until `end_load`, in the order given."""
@@ -216,6 +220,7 @@ class TierCache:
         self._ghosts.prune()
         self.hinted.started(request)
         self.hinted.ended(request)
+        self.look_ahead.started(request)
 
     # --- every step ---------------------------------------------------------------------------------------------
 
@@ -243,6 +248,11 @@ class TierCache:
         now = self.clock.now()
         self.hinted.tick(now)
         self.watch.tick(now)
+
+    def stepped(self) -> None:
+        """The engine has chosen what to run: whoever is still in the queue is looked ahead for."""
+        self.poll()
+        self.look_ahead.pump()
 
     @property
     def conservative(self) -> bool:
@@ -274,6 +284,7 @@ class TierCache:
     def reset(self) -> None:
         """Forget every block in every tier. Jobs of the engine are void; copies of ours under way end unseen."""
         self.hinted.clear()
+        self.look_ahead.clear()
         self.seeker.reset()
         self.loader.reset()
         self.storer.reset()

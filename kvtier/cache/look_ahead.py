@@ -1,0 +1,112 @@
+"""Queue look-ahead: what waiting requests need moves up, and stays, while they wait for the GPU.
+
+An engine that is full asks about its waiting requests only when it has room for them; by then the load is late. So
+every request the engine has not asked about is planned ahead, at the urgency of look-ahead: its rows in memory are
+leased, the first object of what lies below is read at once, and the rest in order of arrival, as far as the prefetch
+window reaches. When the engine asks, the request is planned anew, and what is under way goes on as a demand.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvtier.cache.mover import Urgency
+from kvtier.cache.request import CachedRequest
+from kvtier.place.window import PrefetchWindow
+
+if TYPE_CHECKING:
+    from kvtier.cache.tier_cache import TierCache
+
+_PLANS_AT_ONCE = 2
+"""A plan is a walk of the whole prompt: no step of the engine pays for more than this."""
+_PROMISED_SHARE = 0.5
+"""Of memory, at most, leased when another request is looked ahead for: those that run come first."""
+
+
+class LookAhead:
+    """Waiting requests of one TierCache. One control thread."""
+
+    def __init__(self, cache: TierCache) -> None:
+        self._cache = cache
+        self.window = PrefetchWindow()
+        # Told how many leading blocks of a request the device has: those need not move.
+        self.on_device: Callable[[CachedRequest], int] = lambda request: 0
+        self._unseen: OrderedDict[CachedRequest, None] = OrderedDict()  # nothing done yet
+        self._begun: OrderedDict[CachedRequest, None] = OrderedDict()  # its first object is on its way
+        self._ahead: dict[CachedRequest, set[tuple[int, int]]] = {}  # rows read ahead, by request
+
+    def __len__(self) -> int:
+        """Requests the engine has not asked about."""
+        return len(self._unseen) + len(self._begun)
+
+    def arrived(self, request: CachedRequest) -> None:
+        """A request waits."""
+        if self._cache.config.look_ahead and self._cache.lower:
+            self._unseen[request] = None
+
+    def asked(self, request: CachedRequest) -> bool:
+        """The engine asks about it. True if it was looked ahead for, and must be planned anew."""
+        self._unseen.pop(request, None)
+        self._begun.pop(request, None)
+        if request not in self._ahead or request.asked:
+            return False
+        request.asked = True
+        request.limit_blocks = None
+        return True
+
+    def started(self, request: CachedRequest) -> None:
+        """It runs, or is gone: the window learns from how it went."""
+        self.asked(request)
+        rows = self._ahead.pop(request, None)
+        if not rows:
+            return
+        on_device = (request.sources or {}).get("hbm", 0) // self._cache.block_tokens
+        used = sum(1 for block, _ in rows if on_device <= block < request.miss_from_block)
+        self.window.settled(request.waited, used, len(rows))
+        self._cache.recorder.add("kvtier_prefetched_rows_used", used, "look_ahead")
+
+    def pump(self) -> None:
+        """After the engine has asked about those it has room for. Called every step; cheap while nobody waits."""
+        cache = self._cache
+        if not (self._unseen or self._begun) or cache.conservative:
+            return
+        for _ in range(_PLANS_AT_ONCE):
+            residency = cache.memory.residency
+            if residency.pinned_rows > _PROMISED_SHARE * residency.capacity_rows:
+                return
+            if self._unseen:
+                request, _ = self._unseen.popitem(last=False)
+                if self._plan(request, self._first_object()):
+                    self._begun[request] = None
+            elif self._begun and self._in_flight() < self.window.blocks:
+                request, _ = self._begun.popitem(last=False)
+                self._plan(request, None)
+            else:
+                return
+
+    def clear(self) -> None:
+        """Everything is forgotten."""
+        for held in (self._unseen, self._begun, self._ahead):
+            held.clear()
+
+    def _plan(self, request: CachedRequest, most_blocks: int | None) -> bool:
+        """Plan ahead, as far as `most_blocks` after what the device has. Whether rows came on their way."""
+        cache, start = self._cache, self.on_device(request)
+        before = set(request.awaited)
+        request.limit_blocks = None if most_blocks is None else start + most_blocks
+        cache.loader.plan(request, start, Urgency.LOOK_AHEAD)
+        request.limit_blocks = None
+        new = request.awaited - before
+        self._ahead.setdefault(request, set()).update(new)
+        cache.recorder.add("kvtier_prefetched_rows", len(new), "look_ahead")
+        return bool(new)
+
+    def _first_object(self) -> int:
+        """Blocks in one call into a tier."""
+        cache = self._cache
+        return max(1, cache.config.chunk_bytes // (cache.memory.row_bytes * cache.groups))
+
+    def _in_flight(self) -> int:
+        return sum(len(request.awaited) for request in self._ahead if not request.asked)
