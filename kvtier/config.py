@@ -81,6 +81,16 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Blocks remembered after they left every tier."""
     store_generated: bool = True
     """Also cache the blocks a request generates, not only its prompt."""
+    codecs: dict[str, str] = {}
+    """What a tier's rows are encoded with, by tier: {"nvme": "d4"}. Tiers not named keep them as they are."""
+    codec_max_kl: dict[str, float] = {}
+    """Quality budget by tier, in nats a token on the calibration text; a lossy codec beyond it is refused."""
+    calibration: str = ""
+    """File made by kvtier calibrate; empty: where it puts it for this model."""
+    lossy_requests: str = "opt_in"
+    """Whom lossy tiers serve: requests that ask for it ("opt_in"), or all that do not refuse ("opt_out")."""
+    allow_slow_codecs: bool = False
+    """Accept a codec that decodes more slowly than its tier reads plain rows: for the room."""
     weights_fingerprint: str = ""
     """Names the weights; empty: derived from the model folder or its name and revision."""
     epoch: int = 0
@@ -105,6 +115,15 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(
                     f"{names}_path and {names}_bytes go together: set both, or neither to have no {tier} tier"
                 )
+        if bool(self.cxl_path) != bool(self.cxl_bytes):
+            raise ConfigError("cxl_path and cxl_bytes go together: set both, or neither to have no CXL tier")
+        if self.lossy_requests not in ("opt_in", "opt_out"):
+            raise ConfigError(f'lossy_requests is {self.lossy_requests!r}; it must be "opt_in" or "opt_out"')
+        for tier, kl in self.codec_max_kl.items():
+            if not 0 < kl < 10:
+                raise ConfigError(f"codec_max_kl is {kl} for {tier}; it must be between 0 and 10 nats a token")
+        if bool(self.nvme_path) != bool(self.nvme_bytes):
+            raise ConfigError("nvme_path and nvme_bytes go together: set both, or neither to have no NVMe tier")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CacheConfig:

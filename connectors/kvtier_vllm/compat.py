@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from typing import Any
 
 from kvtier.errors import EngineMismatchError
 
@@ -33,3 +34,10 @@ def check_version(version: str | None = None) -> str:
         low, high = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
         raise EngineMismatchError(f"this kvtier supports vLLM {low} to {high}, found {found}; install one of those")
     return found
+
+
+def cpu_attention_kernel(dtype: Any, block_tokens: int, head_dim: int) -> str:
+    """Which kernel vLLM's attention on CPUs picks: it decides how keys lie in a block."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(dtype, block_tokens, head_dim))

@@ -32,6 +32,7 @@ from kvtier_vllm.markers import chat_markers
 from kvtier_vllm.metrics import metric_definitions
 from kvtier_vllm.options import cache_config
 from kvtier_vllm.placement import near_device
+from kvtier_vllm.rows import encodings
 from kvtier_vllm.sizes import check_sizes
 from kvtier_vllm.worker import HostWorker
 
@@ -134,7 +135,17 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             checksums=False,
         )
         key_space = key_space_of(self._vllm_config, layout, config, self.blocks_per_chunk)
-        site = Site(config, key_space.digest, layout.digest, self.kv_bytes_per_chunk, self._share())
+        groups = [group.group_id for group in self.config.groups]
+        codecs = encodings(
+            self._vllm_config,
+            self._kv_cache_config,
+            config,
+            groups,
+            self.blocks_per_chunk,
+            layout.ranks,
+            self.kv_bytes_per_chunk,
+        )
+        site = Site(config, key_space.digest, layout.digest, self.kv_bytes_per_chunk, self._share(), codecs)
         lower, missing = open_lower_tiers(site)
         cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower)
         for name in missing:
@@ -143,11 +154,11 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             "kvtier: dram %d rows of %d bytes, lower tiers %s, policy %s, key space %s",
             self.num_chunks,
             self.kv_bytes_per_chunk,
-            [tier.name for tier in lower] or "none",
+            [f"{tier.name} ({codecs[tier.name].name})" if tier.name in codecs else tier.name for tier in lower]
+            or "none",
             config.policy,
             key_space.digest.hex()[:12],
         )
-        groups = [group.group_id for group in self.config.groups]
         return KVTierManager(
             cache,
             key_space,

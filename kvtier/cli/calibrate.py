@@ -26,9 +26,10 @@ def calibrate(
     A preset whose cost exceeds its budget is refused later, with the number; it is printed here as well.
     """
     from kvtier.cli.progress import StepProgress
+    from kvtier.codec.calibration import calibration_path
     from kvtier.codec.registry import MAX_CALIBRATION_KL
     from kvtier.reference.calibrate import calibrate as measure
-    from kvtier.reference.calibrate import calibration_path, default_texts
+    from kvtier.reference.calibrate import default_texts
     from kvtier.reference.prefix_model import PrefixModel
     from kvtier.reference.texts import read_texts
 

@@ -40,7 +40,8 @@ def eval_codec(
     from kvtier.codec.calibration import load_calibration
     from kvtier.errors import ConfigError
     from kvtier.reference import ledger
-    from kvtier.reference.calibrate import calibrate, calibration_path
+    from kvtier.codec.calibration import calibration_path
+    from kvtier.reference.calibrate import calibrate
     from kvtier.reference.calibrate import default_texts as calibration_texts
     from kvtier.reference.prefix_model import PrefixModel
     from kvtier.reference.texts import default_texts, read_texts

@@ -79,8 +79,10 @@ class BlockQuantCodec:
             raise ConfigError(f"codec {name} un-rotates keys and needs the model's rotary frequencies")
         if recipe.subtract_mean and means is None:
             raise ConfigError(f"codec {name} subtracts mean keys and needs a calibration of the model")
-        if recipe.sinks >= form.tokens:
-            raise ConfigError(f"codec {name} keeps {recipe.sinks} first tokens whole; blocks have only {form.tokens}")
+        if recipe.sinks >= form.tokens // form.blocks:
+            raise ConfigError(
+                f"codec {name} keeps {recipe.sinks} first tokens whole; blocks have only {form.tokens // form.blocks}"
+            )
         self.name, self.form, self.recipe = name, form, recipe
         self._arithmetic = arithmetic
         self._scratch = Scratch()
@@ -93,7 +95,7 @@ class BlockQuantCodec:
             form, first_bits, sinks=recipe.sinks, key_group=key_group, value_group=value_group
         )
         self._bits_digest = bits_digest(bits, first_bits)
-        described = msgspec.json.encode((name, form, recipe, inverse_frequencies))
+        described = msgspec.json.encode((name, form.identity, recipe, inverse_frequencies))
         self.parameters = hashlib.sha256(described + self._bits_digest + calibration).digest()[:16]
         self.encoded_bytes = HEADER_BYTES + max(self.plan.payload_bytes, self.first_plan.payload_bytes)
         self.base_bytes = HEADER_BYTES + max(self.plan.base_bytes, self.first_plan.base_bytes)
@@ -103,15 +105,15 @@ class BlockQuantCodec:
         first = first_token == 0 and self.recipe.sinks > 0
         blind = self.recipe.subtract_mean and first_token is None
         plan = self.first_plan if first else self.plan
-        raw = self.form.numbers(row)
+        raw = self.form.views(row)
         payload = target[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes]
         sections = Sections(np.frombuffer(payload, dtype=np.uint8), plan, self.form)
         codes = self._codes()
         for box in self._boxes():
-            values = self._arithmetic.load(box.cut(raw), self.form.dtype)
+            values = self._arithmetic.load(box.cut_view(raw), self.form.dtype)
             values = values.reshape(box.units, self.form.tokens, self.form.head_dim)
             if first:
-                box.cut(sections.sinks)[...] = box.cut(raw)[:, :, : plan.sinks]
+                box.cut(sections.sinks)[...] = self._first_tokens(box.cut_view(raw), plan.sinks)
             values = self._forward(values, box, first_token, blind)
             if first:
                 values[:, : plan.sinks] = values[:, plan.sinks : plan.sinks + 1]
@@ -162,7 +164,7 @@ class BlockQuantCodec:
             raise CorruptBlockError(f"{self.name}: a payload of {header.payload_bytes} bytes, not {plan.payload_bytes}")
         if len(payload) < (plan.payload_bytes if with_residual else plan.base_bytes):
             raise CorruptBlockError(f"{self.name}: only {len(payload)} bytes of payload are there")
-        raw = self.form.numbers(row)
+        raw = self.form.views(row)
         sections = Sections(np.frombuffer(payload, dtype=np.uint8), plan, self.form)
         codes = self._codes()
         for c in plan.classes:
@@ -176,7 +178,7 @@ class BlockQuantCodec:
             values = self._backward(values, box, header, first_token)
             if first:
                 values[:, : plan.sinks] = kept
-            cut = box.cut(raw)
+            cut = box.cut_view(raw)
             self._arithmetic.store(values.reshape(cut.shape), cut, self.form.dtype)
 
     def _kept_sinks(self, box: Box, sections: Sections, header: Header, first_token: int | None) -> Any:
@@ -188,6 +190,10 @@ class BlockQuantCodec:
         if shift and box.part == 0 and self.frequencies:
             kept = self._arithmetic.rotate(kept, *rope_tables(self.frequencies, shift, 1), inverse=False)
         return kept * 1.0  # out of the thread's buffers, which the rest of the row is about to use
+
+    def _first_tokens(self, cut: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+        """The first tokens of a box [layers, heads, tokens, d], or [layers, heads, blocks, tokens of one, d]."""
+        return cut[:, :, 0, :count] if self.form.blocks > 1 else cut[:, :, :count]
 
     def _forward(self, values: Any, box: Box, first_token: int | None, blind: bool) -> Any:
         """From what the engine stores to what is quantised."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,6 +32,10 @@ class Box(NamedTuple):
     def cut(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The box's part of an array [layers, parts, heads, ...]; a view [layers, heads, ...]."""
         return array[self.layer : self.layer_end, self.part, self.head : self.head_end]
+
+    def cut_view(self, views: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """The box's part of a row's `RowForm.views`; a view [layers, heads, ...]."""
+        return views[self.part][self.layer : self.layer_end, self.head : self.head_end]
 
 
 def boxes_of(form: RowForm) -> Iterator[Box]:

@@ -47,7 +47,7 @@ class CacheGenCodec:
         self.encoded_bytes = (
             HEADER_BYTES + self._scale_bytes + form.elements * _MOST_BITS // 8 + 4 * form.elements // _STEPS
         )
-        described = msgspec.json.encode((self.name, form)) + self._frequencies.tobytes()
+        described = msgspec.json.encode((self.name, form.identity)) + self._frequencies.tobytes()
         self.parameters = hashlib.sha256(described).digest()[:16]
 
     def encode(self, row: memoryview, target: memoryview, first_token: int | None = None) -> int:
@@ -78,16 +78,18 @@ class CacheGenCodec:
         symbols = decode_lanes(payload[self._scale_bytes :], tables, self._frequencies).reshape(-1)[: form.elements]
         by_token = symbols.reshape(form.tokens, form.layers, form.parts, form.heads, form.head_dim)
         codes = by_token.transpose(1, 2, 3, 0, 4).astype(np.float32) - np.float32(_TOP)
-        raw = form.numbers(row)
+        raw = form.views(row)
         for layer in range(form.layers):
             for part in range(form.parts):
                 box = Box(part, layer, layer + 1, 0, form.heads, np.empty(0, np.intp))
-                NUMPY.store(box.cut(codes) * box.cut(scales), box.cut(raw), form.dtype)
+                cut = box.cut_view(raw)
+                NUMPY.store((box.cut(codes) * box.cut(scales)).reshape(cut.shape), cut, form.dtype)
 
 
 def bin_row(form: RowForm, row: memoryview) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
     """Symbols [tokens, layers, parts, heads, head_dim] in [0, BINS) and scales [layers, parts, tokens] of a row."""
-    values = NUMPY.load(form.numbers(row), form.dtype)
+    size = (form.layers, form.heads, form.tokens, form.head_dim)
+    values = np.stack([NUMPY.load(view, form.dtype).reshape(size) for view in form.views(row)], axis=1)
     peak = np.abs(values).max(axis=(2, 4))
     with np.errstate(over="ignore", invalid="ignore"):
         scales = (peak / np.float32(_TOP)).astype(np.float16)

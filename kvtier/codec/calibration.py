@@ -7,6 +7,7 @@ carries: bytes written under another calibration are foreign, never decoded.
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -110,3 +111,25 @@ def load_calibration(path: Path, model: str | None = None) -> Calibration:
             f"calibration {path} is of model {calibration.model[:16]}, this is {model[:16]}; run kvtier calibrate"
         )
     return calibration
+
+
+def calibration_path(fingerprint: str) -> Path:
+    """Where a model's calibration is kept unless the user says otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "kvtier" / "calibration" / f"{fingerprint[:32]}.json"
+
+
+def model_fingerprint(path: Path) -> str:
+    """sha256 over a model's config and weights: their names, sizes and first and last megabyte."""
+    digest = hashlib.sha256(b"kvtier.model\0")
+    found = [*path.glob("config.json"), *sorted(path.glob("*.safetensors"))]
+    if not found:
+        raise ConfigError(f"{path}: neither config.json nor *.safetensors in it")
+    for file in found:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read(1 << 20))
+    return digest.hexdigest()

@@ -32,7 +32,7 @@ class RawCodec:
     def __init__(self, form: RowForm) -> None:
         self.form = form
         self.encoded_bytes = HEADER_BYTES + form.row_bytes
-        self.parameters = hashlib.sha256(msgspec.json.encode((self.name, form))).digest()[:16]
+        self.parameters = hashlib.sha256(msgspec.json.encode((self.name, form.identity))).digest()[:16]
 
     def encode(self, row: memoryview, target: memoryview, first_token: int | None = None) -> int:
         """See RowCodec.encode."""

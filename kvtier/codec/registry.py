@@ -42,6 +42,11 @@ class CodecChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     arithmetic: str = "auto"
 
 
+def needs_calibration(choice: CodecChoice) -> bool:
+    """Whether `build_codec` needs a calibration: presets and cachegen do, and int8 with a quality budget."""
+    return choice.name in PRESETS or choice.name == "cachegen" or (choice.name in SCALED and choice.max_kl is not None)
+
+
 def build_codec(choice: CodecChoice, form: RowForm, calibration: Calibration | None = None) -> RowCodec:
     """The codec for rows of `form`.
 
@@ -55,6 +60,8 @@ def build_codec(choice: CodecChoice, form: RowForm, calibration: Calibration | N
         return ZstdShuffleCodec(form, choice.zstd_level)
     arithmetic = choose_arithmetic(choice.arithmetic)
     if name in SCALED:
+        if choice.max_kl is not None:
+            _require_quality(name, choice, calibration)
         return ScaledCodec(name, form, arithmetic)
     if name not in NAMES:
         raise ConfigError(f"codec {name!r} is not one of {', '.join(NAMES)}")
@@ -114,7 +121,9 @@ def _require_fit(calibration: Calibration, form: RowForm) -> None:
         raise ConfigError(f"the calibration has (layers, heads, head_dim) {have}, the rows have {want}")
 
 
-def _require_quality(name: str, choice: CodecChoice, calibration: Calibration) -> None:
+def _require_quality(name: str, choice: CodecChoice, calibration: Calibration | None) -> None:
+    if calibration is None:
+        raise ConfigError(f"a quality budget for codec {name} needs a calibration of the model: run kvtier calibrate")
     bound = choice.max_kl if choice.max_kl is not None else MAX_CALIBRATION_KL[name]
     gate = calibration.gates.get(name if choice.sensitivity == "loo" else f"{name}-{choice.sensitivity}")
     if gate is not None and gate.kl_mean > bound:

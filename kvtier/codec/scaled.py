@@ -39,15 +39,15 @@ class ScaledCodec:
         self._code_bytes = form.elements
         self._payload_bytes = form.elements + 2 * form.units * form.tokens * self._groups
         self.encoded_bytes = HEADER_BYTES + self._payload_bytes
-        self.parameters = hashlib.sha256(msgspec.json.encode((name, form))).digest()[:16]
+        self.parameters = hashlib.sha256(msgspec.json.encode((name, form.identity))).digest()[:16]
 
     def encode(self, row: memoryview, target: memoryview, first_token: int | None = None) -> int:
         """See RowCodec.encode."""
-        raw = self.form.numbers(row)
+        raw = self.form.views(row)
         payload = target[HEADER_BYTES : HEADER_BYTES + self._payload_bytes]
         codes, scales = self._views(payload)
         for box in boxes_of(self.form):
-            values = self._arithmetic.load(box.cut(raw), self.form.dtype)
+            values = self._arithmetic.load(box.cut_view(raw), self.form.dtype)
             values = values.reshape(box.units, self.form.tokens * self._groups, -1)
             found, peak = self._arithmetic.quantise_signed(values, fp8=self._fp8)
             code_view, scale_view = box.cut(codes), box.cut(scales)
@@ -67,13 +67,13 @@ class ScaledCodec:
                 f"{self.name}: a payload of {header.payload_bytes} bytes, not {self._payload_bytes}"
             )
         require_same_position(self.name, header, first_token)
-        raw = self.form.numbers(row)
+        raw = self.form.views(row)
         codes, scales = self._views(payload)
         for box in boxes_of(self.form):
             mine = box.cut(codes).reshape(box.units, self.form.tokens * self._groups, -1)
             steps = box.cut(scales).reshape(box.units, -1)
             values = self._arithmetic.dequantise_signed(mine, steps, fp8=self._fp8)
-            cut = box.cut(raw)
+            cut = box.cut_view(raw)
             self._arithmetic.store(values.reshape(cut.shape), cut, self.form.dtype)
 
     def _views(self, payload: memoryview) -> tuple[Bytes, Halfs]:

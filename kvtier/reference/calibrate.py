@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from importlib import resources
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -51,12 +49,6 @@ def default_texts() -> list[str]:
 
     shipped = resources.files("kvtier.reference").joinpath("calibration.txt").read_text()
     return [shipped, inspect.getsource(difflib), inspect.getsource(pickletools)]
-
-
-def calibration_path(fingerprint: str) -> Path:
-    """Where a model's calibration is kept unless the user says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "kvtier" / "calibration" / f"{fingerprint[:32]}.json"
 
 
 def calibrate(

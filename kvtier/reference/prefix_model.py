@@ -6,7 +6,6 @@ values can be others than the model computed, and any attention rule can stand i
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvtier.codec.calibration import model_fingerprint
 from kvtier.errors import ModelConfigError
 
 _SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -171,19 +171,3 @@ def attention_scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     batch, heads_q, n, dim = queries.shape
     grouped = queries.reshape(batch, keys.shape[1], heads_q // keys.shape[1], n, dim)
     return torch.einsum("bhgnd,bhtd->bhgnt", grouped, keys) / math.sqrt(dim)
-
-
-def model_fingerprint(path: Path) -> str:
-    """sha256 over a model's config and weights: their names, sizes and first and last megabyte."""
-    digest = hashlib.sha256(b"kvtier.model\0")
-    found = [*path.glob("config.json"), *sorted(path.glob("*.safetensors"))]
-    if not found:
-        raise ModelConfigError(f"{path}: neither config.json nor *.safetensors in it")
-    for file in found:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvtier.codec.arithmetic import NumpyArithmetic
 from kvtier.codec.protocol import RowCodec
 from kvtier.codec.scratch import Scratch
 from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError, IntegrityError, NotEncodableError
@@ -278,14 +279,9 @@ def codec_seconds(codec: RowCodec, repeats: int = 3) -> tuple[float, float]:
     """Seconds to encode and to decode one row, the best of a few tries on made-up numbers."""
     row = np.random.default_rng(0).integers(0, 256, codec.form.row_bytes, dtype=np.uint8)
     if codec.form.kind != "opaque":
-        numbers = codec.form.numbers(row)
-        values = np.random.default_rng(1).standard_normal(numbers.shape, dtype=np.float32)
-        if codec.form.dtype == "bfloat16":
-            numbers[...] = values.view(np.uint32) >> np.uint32(16)
-        elif codec.form.dtype == "float16":
-            numbers[...] = values.astype(np.float16).view(np.uint16)
-        else:
-            numbers[...] = values.view(np.uint32)
+        for numbers in codec.form.views(row):
+            values = np.random.default_rng(1).standard_normal(numbers.shape, dtype=np.float32)
+            NumpyArithmetic().store(values, numbers, codec.form.dtype)
     target = memoryview(bytearray(codec.encoded_bytes))
     best = [float("inf"), float("inf")]
     for _ in range(repeats):

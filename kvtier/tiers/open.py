@@ -11,12 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.cxl import CxlTier
+from kvtier.tiers.encoding import Encoding
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import Tier
 from kvtier.tiers.shared_fs import SharedFsTier
@@ -50,6 +51,25 @@ class Site:
     layout_digest: str
     row_bytes: int
     share: Share = _WHOLE
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+
+    def of(self, tier: str) -> Site:
+        """What one tier is opened for: rows of the size its codec makes of them, in a layout that names the codec."""
+        encoding = self.encodings.get(tier)
+        if encoding is None:
+            return self
+        return replace(self, layout_digest=self.layout_digest + encoding.identity, row_bytes=encoding.row_bytes)
+
+    def encoded(self, tier: Tier) -> Tier:
+        """The opened tier, behind its codec if it has one. Raises ConfigError if that is too slow for it."""
+        encoding = self.encodings.get(tier.name)
+        if encoding is None:
+            return tier
+        try:
+            return encoding.around(tier)
+        except ConfigError:
+            tier.close()
+            raise
 
     def path(self, configured: str) -> str:
         """This process's own folder below a configured one."""
@@ -137,6 +157,9 @@ def open_lower_tiers(
 
     A tier that answers too late is closed again by the thread that opened it.
     """
+    for tier in sorted(set(site.config.codecs) - set(openers or _OPENERS)):
+        known = ", ".join(openers or _OPENERS)
+        raise ConfigError(f"codecs names the tier {tier!r}; only tiers below memory have codecs: {known}")
     openings = [_Opening(name, opener, site) for name, opener in (openers or _OPENERS).items()]
     deadline = time.monotonic() + timeout_s
     outcomes = [opening.outcome(deadline) for opening in openings]
@@ -185,7 +208,8 @@ class _Opening:
     def _open(self) -> None:
         outcome: Tier | Exception | None
         try:
-            outcome = self._opener(self._site)
+            tier = self._opener(self._site.of(self.name))
+            outcome = tier if tier is None else self._site.encoded(tier)
         except OSError as error:
             outcome = TierError(str(error))
         except Exception as error:  # noqa: BLE001 - thread boundary: raised again by whoever asks for the outcome

@@ -219,7 +219,7 @@ def test_scores_decay_with_time() -> None:
 
 def test_models_are_told_apart(tmp_path: Path) -> None:
     from kvtier.errors import ModelConfigError
-    from kvtier.reference.prefix_model import model_fingerprint
+    from kvtier.codec.calibration import model_fingerprint
 
     with pytest.raises(ModelConfigError):
         model_fingerprint(tmp_path)
