@@ -115,15 +115,11 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(
                     f"{names}_path and {names}_bytes go together: set both, or neither to have no {tier} tier"
                 )
-        if bool(self.cxl_path) != bool(self.cxl_bytes):
-            raise ConfigError("cxl_path and cxl_bytes go together: set both, or neither to have no CXL tier")
         if self.lossy_requests not in ("opt_in", "opt_out"):
             raise ConfigError(f'lossy_requests is {self.lossy_requests!r}; it must be "opt_in" or "opt_out"')
         for tier, kl in self.codec_max_kl.items():
             if not 0 < kl < 10:
                 raise ConfigError(f"codec_max_kl is {kl} for {tier}; it must be between 0 and 10 nats a token")
-        if bool(self.nvme_path) != bool(self.nvme_bytes):
-            raise ConfigError("nvme_path and nvme_bytes go together: set both, or neither to have no NVMe tier")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CacheConfig:

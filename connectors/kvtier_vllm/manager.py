@@ -34,7 +34,7 @@ from kvtier.predict.roles import ChatMarkers
 from kvtier_vllm.hints import hints_of
 from kvtier_vllm.identity import adapter_fingerprint
 from kvtier_vllm.metrics import drain
-from kvtier_vllm.requests import context_of, outcome_of
+from kvtier_vllm.requests import accepts_lossy, context_of, outcome_of, set_apart
 
 _RESULTS = {
     BlockState.MISS: LookupResult.MISS,
@@ -107,6 +107,8 @@ class KVTierManager(OffloadingManager):
 
     def announce(self, request: Request) -> None:
         """The next `on_new_request` is about this request: vLLM's context alone names no session and no tokens."""
+        if self.cache.lossy and accepts_lossy(request, self.cache.config.lossy_requests == "opt_out"):
+            set_apart(request)
         self._announced = request
 
     def tracked(self, request_id: str) -> Tracked | None:

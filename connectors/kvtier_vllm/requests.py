@@ -14,6 +14,7 @@ _STOPS = {
 }
 _INPUTS = {"user": InputType.USER_TEXT, "tool": InputType.TOOL_RESULT}
 _TAIL_TOKENS = 4096
+_LOSSY_SALT = "\0kvtier:lossy"
 
 
 def context_of(request: Request, now: float, markers: ChatMarkers, block_tokens: int, roles: bool) -> RequestContext:
@@ -33,15 +34,35 @@ def context_of(request: Request, now: float, markers: ChatMarkers, block_tokens:
         arrival_s=now,
         prompt_tokens=request.num_prompt_tokens,
         session_id=str(getattr(request, "session_id", None) or params.get("session", "")),
-        tenant=str(request.cache_salt or ""),
+        tenant=str(request.cache_salt or "").removesuffix(_LOSSY_SALT),
         adapter=request.lora_request.lora_name if request.lora_request else "",
         priority=request.priority,
         input_type=_INPUTS.get(str(params.get("input", "")), found.input_type),
         tool=tool,
         transition=transition_of(found, tool, str(params.get("previous_tool", ""))),
         role_spans=found.spans if roles else (),
+        lossy=str(request.cache_salt or "").endswith(_LOSSY_SALT),
         params=params,
     )
+
+
+def accepts_lossy(request: Request, unless_refused: bool) -> bool:
+    """Whether blocks that went through a lossy codec may serve this request: `"lossy": true` in
+    kv_transfer_params.kvtier asks for it, false refuses; what a request says nothing of, the operator decides."""
+    params = (request.kv_transfer_params or {}).get("kvtier")
+    return bool(params.get("lossy", unless_refused)) if isinstance(params, dict) else unless_refused
+
+
+def set_apart(request: Request) -> None:
+    """Give the request block hashes that no exact request has.
+
+    What is loaded from a lossy tier lands in the engine's own prefix cache, and all that is computed after it differs
+    too. Both must stay among requests that accept it, on the device as in every tier. Call it before anybody has seen
+    the request's hashes.
+    """
+    request.cache_salt = (request.cache_salt or "") + _LOSSY_SALT
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def outcome_of(request: Request, now: float, markers: ChatMarkers) -> Outcome:

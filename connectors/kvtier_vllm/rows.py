@@ -15,14 +15,15 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvtier.codec.calibration import Calibration, calibration_path, load_calibration, model_fingerprint
-from kvtier.codec.form import ELEMENT_BYTES, RowForm
+from kvtier.codec.form import ELEMENT_BYTES, Packing, RowForm
+from kvtier.codec.registry import CodecChoice, needs_calibration
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.encoding import Encoding, GroupForm, encodings_of
 from kvtier_vllm.compat import cpu_attention_kernel
 
 _AXES = {"LBHNC": "lbhtkd", "LBNHC": "lbthkd", "BLHNC": "blhtkd", "BLNHC": "blthkd", "BHLNC": "bhltkd"}
-_BY_CHANNEL = ("vec", "vec16")  # vLLM's kernels for CPUs that keep keys as [channels, tokens]
+_PACKING: dict[str, Packing] = {"vec": "channels", "vec16": "channels", "amx": "amx"}  # of vLLM's kernels for CPUs
 
 
 def encodings(
@@ -37,6 +38,12 @@ def encodings(
     """The codecs of the tiers, as configured. `row_bytes` may be padded. Raises ConfigError."""
     if not config.codecs:
         return {}
+    calibrated = [name for name in config.codecs.values() if needs_calibration(CodecChoice(name=name))]
+    if calibrated and len(group_ids) > 1:
+        raise ConfigError(
+            f"codec {calibrated[0]} needs one cache for all layers; this model has {len(group_ids)} groups of layers, "
+            "with windows of their own: use zstd or int8"
+        )
     forms = {
         column: form_of(vllm_config, kv_cache_config, group_id, blocks_per_chunk, ranks)
         for column, group_id in enumerate(group_ids)
@@ -76,14 +83,15 @@ def form_of(
         return _opaque(share_bytes, ranks, f"vLLM lays its cache out as {layout or 'nothing known'}")
     if spec.head_size_v != spec.head_size:
         return _opaque(share_bytes, ranks, "keys and values have different sizes")
-    axes, by_channel = _AXES[layout], False
+    axes = _AXES[layout]
+    packing: Packing = ""
     if current_platform.is_cpu():
         kernel = cpu_attention_kernel(spec.dtype, spec.block_size, spec.head_size)
-        if kernel not in _BY_CHANNEL:
+        if kernel not in _PACKING:
             return _opaque(share_bytes, ranks, f"vLLM's CPU kernel {kernel!r} packs it in an order of its own")
-        axes, by_channel = axes.replace("htkd", "hktd"), True
+        axes, packing = axes.replace("htkd", "hktd"), _PACKING[kernel]
     axes = axes if blocks_per_chunk > 1 else axes.replace("b", "")
-    form = RowForm(heads=spec.num_kv_heads, head_dim=spec.head_size, axes=axes, keys_by_channel=by_channel, **sizes)
+    form = RowForm(heads=spec.num_kv_heads, head_dim=spec.head_size, axes=axes, packing=packing, **sizes)
     heads = vllm_config.model_config.get_total_num_kv_heads()
     return _fitting(form, share_bytes, ranks, max(1, ranks // heads))
 
@@ -104,8 +112,6 @@ def _calibration(vllm_config: VllmConfig, config: CacheConfig) -> Callable[[], C
     """Reads the calibration when a codec asks for it."""
 
     def read() -> Calibration:
-        if len(vllm_config.model_config.hf_config.architectures or ()) > 1:
-            raise ConfigError("kvtier cannot tell which of this model's parts a calibration is of; use zstd or int8")
         fingerprint = model_fingerprint(_folder(vllm_config))
         path = Path(config.calibration) if config.calibration else calibration_path(fingerprint)
         return load_calibration(path, fingerprint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -18,15 +19,17 @@ _SOURCES = {"device": "hbm", "host": "dram", "disk": "nvme"}  # vLLM's names -> 
 
 
 class DemoEngine:
-    """A float32 engine, with kvtier if `kvtier` configures it. A context manager: leaving it lets stores finish."""
+    """An engine, with kvtier if `kvtier` configures it. A context manager: leaving it lets stores finish."""
 
-    def __init__(self, model: str, *, kvtier: dict[str, Any] | None, prefix_caching: bool) -> None:
+    def __init__(
+        self, model: str, *, kvtier: dict[str, Any] | None, prefix_caching: bool, dtype: str = "float32"
+    ) -> None:
         from vllm import LLM
 
         transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": kvtier}
         self._llm = LLM(
             model,
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             block_size=BLOCK_TOKENS,
             max_model_len=MAX_MODEL_TOKENS,
@@ -70,6 +73,27 @@ class DemoEngine:
         """Drop every block from the device; what kvtier holds below stays."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset its prefix cache: blocks are still in use")
+
+    def bytes_kept(self) -> int:
+        """Bytes kvtier has written to its nvme tier so far, as they lie there."""
+        encoded = [value for labels, value in _samples("kvtier_codec_bytes_total")
+                   if (labels["direction"], labels["form"]) == ("write", "encoded")]  # fmt: skip
+        plain = [value for labels, value in _samples("kvtier_bytes_total")
+                 if (labels["tier"], labels["direction"]) == ("nvme", "write")]  # fmt: skip
+        return int(sum(encoded or plain))
+
+    def settle(self) -> None:
+        """Wait until everything offered to kvtier has arrived, and count it."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        cache = core.scheduler.connector.manager.cache
+        for _ in range(1_000):
+            self._llm.llm_engine.step()
+            cache.mover.drain(5.0)
+            cache.poll()
+            if not core.scheduler.has_requests() and not cache.busy:
+                break
+        time.sleep(1.1)  # gauges, and counters kept by tiers, are read once a second
+        self._llm.llm_engine.step()
 
     def bytes_loaded(self) -> dict[str, int]:
         """Bytes kvtier has read so far, by tier."""

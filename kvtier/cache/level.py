@@ -15,7 +15,7 @@ from kvtier.index.tree import PrefixTree, Segment
 from kvtier.observe.metrics import Recorder
 from kvtier.place.gate import LoadCurve
 from kvtier.place.policy import EvictionPolicy, TierView
-from kvtier.tiers.protocol import Tier, TierProbe
+from kvtier.tiers.protocol import CodecStats, Tier, TierProbe
 
 Slots = npt.NDArray[np.int32]
 Blocks = npt.NDArray[np.intp]
@@ -64,6 +64,9 @@ class Level:
         self.adopt: Callable[[bytes], None] = lambda chain: None
         self._clock = clock
         self._recorder = recorder
+        # Whether rows come back as other bytes than they went: not for requests that did not agree to that.
+        self.lossy = False
+        self._codec_counted = CodecStats()
         self._quarantine: set[int] = set()
         self.health = TierHealth(tier.name, clock, recorder, probe)
 
@@ -189,6 +192,21 @@ class Level:
         self._recorder.set("kvtier_medium_bytes", stats.medium_bytes, self.name)
         if self.below:
             self.health.gauges()
+        if stats.codec is not None:
+            self._count_codec(stats.codec)
+
+    def _count_codec(self, now: CodecStats) -> None:
+        """Count what the tier's codec did since the last call."""
+        add, name, then = self._recorder.add, self.name, self._codec_counted
+        self._codec_counted = now
+        for form in ("plain", "encoded"):
+            for direction, verb in (("write", "written"), ("read", "read")):
+                field = f"{form}_{verb}_bytes"
+                add("kvtier_codec_bytes", getattr(now, field) - getattr(then, field), name, direction, form)
+        add("kvtier_codec_seconds", now.encode_s - then.encode_s, name, "write")
+        add("kvtier_codec_seconds", now.decode_s - then.decode_s, name, "read")
+        for reason, count in now.refused.items():
+            add("kvtier_codec_refused", count - then.refused.get(reason, 0), name, reason)
 
     def _free_quarantined(self, slots: Slots) -> None:
         if self._quarantine:

@@ -74,6 +74,8 @@ class Loader:
         lower = [level.residency.slots_of(match) for level in cache.lower]
         down = np.zeros(memory.shape, np.bool_)
         for index in range(len(cache.lower) - 1, -1, -1):
+            if cache.lower[index].lossy and not request.context.lossy:
+                continue
             there = (lower[index] != ABSENT) & (memory == ABSENT)
             shunned = self._shunned(request, cache.lower[index], there, start)
             there &= ~shunned

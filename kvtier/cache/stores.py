@@ -80,7 +80,7 @@ class Storer:
             elif (key, row.group) not in self._storing:
                 wanted.append(row)
         if again:
-            self._write_through(request.chain, again)
+            self._write_through(request.chain, again, request.context.lossy)
         slots = self._reserve(wanted)
         wanted = wanted[: len(slots)]
         granted = dict(zip(wanted, slots.tolist(), strict=True))
@@ -107,7 +107,7 @@ class Storer:
         if done:
             cache.epoch += 1
             cache.count_bytes(cache.memory, "write", len(done), 0.0)
-            self._write_through(request.chain, done)
+            self._write_through(request.chain, done, request.context.lossy)
 
     def abort(self, request: CachedRequest) -> None:
         """Give back what the request was granted and will never write."""
@@ -148,7 +148,7 @@ class Storer:
             cache.recorder.add("kvtier_stores_refused", len(wanted), cache.memory.name, "no_room")
         return np.empty(0, np.int32)
 
-    def _write_through(self, chain: bytes, rows: Sequence[RowRef]) -> None:
+    def _write_through(self, chain: bytes, rows: Sequence[RowRef], lossy: bool) -> None:
         """Queue copies of memory rows up to the last of `rows` to every lower level that lacks them: those refused
         earlier, too, without which the new ones could not be published."""
         cache = self._cache
@@ -156,6 +156,8 @@ class Storer:
         match = cache.tree.walk(chain)
         memory = cache.memory.residency.slots_of(match)[:stop]
         for level in cache.lower:
+            if level.lossy and not lossy:
+                continue
             there = level.residency.slots_of(match)[:stop] != ABSENT
             wanted = (memory != ABSENT) & ~there
             if self._writing[level.name]:

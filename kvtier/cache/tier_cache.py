@@ -28,6 +28,7 @@ from kvtier.cache.stores import RowRef, Storer
 from kvtier.cache.traffic import Traffic
 from kvtier.cache.watch import Watch
 from kvtier.clock import Clock, MonotonicClock
+from kvtier.codec.registry import LOSSLESS
 from kvtier.config import CacheConfig
 from kvtier.errors import IntegrityError
 from kvtier.index.residency import ABSENT
@@ -97,6 +98,8 @@ class TierCache:
         self.memory = self._level(memory, strict=False)
         # What lies in a shared tier is not this engine's alone to keep in order.
         self.lower = [self._level(tier, strict=not is_shared(tier)) for tier in lower]
+        for level in self.lower:
+            level.lossy = config.codecs.get(level.name, "raw") not in LOSSLESS
         self.group_order = self.memory.group_order
         for level in self.lower:
             level.on_evict = self._evict_orphans
@@ -258,6 +261,11 @@ class TierCache:
     def conservative(self) -> bool:
         """Whether only what must be done is done: no prefetch, no migration, loads with a shorter deadline."""
         return self.watch.conservative
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a tier keeps rows that do not come back bit for bit."""
+        return any(level.lossy for level in self.lower)
 
     @property
     def busy(self) -> bool:

@@ -37,10 +37,9 @@ def eval_codec(
     import msgspec
 
     from kvtier.cli.progress import StepProgress
-    from kvtier.codec.calibration import load_calibration
+    from kvtier.codec.calibration import calibration_path, load_calibration
     from kvtier.errors import ConfigError
     from kvtier.reference import ledger
-    from kvtier.codec.calibration import calibration_path
     from kvtier.reference.calibrate import calibrate
     from kvtier.reference.calibrate import default_texts as calibration_texts
     from kvtier.reference.prefix_model import PrefixModel

@@ -113,7 +113,7 @@ class BlockQuantCodec:
             values = self._arithmetic.load(box.cut_view(raw), self.form.dtype)
             values = values.reshape(box.units, self.form.tokens, self.form.head_dim)
             if first:
-                box.cut(sections.sinks)[...] = self._first_tokens(box.cut_view(raw), plan.sinks)
+                box.cut(sections.sinks)[...] = self.form.first_tokens(box.cut_view(raw), box.part, plan.sinks)
             values = self._forward(values, box, first_token, blind)
             if first:
                 values[:, : plan.sinks] = values[:, plan.sinks : plan.sinks + 1]
@@ -190,10 +190,6 @@ class BlockQuantCodec:
         if shift and box.part == 0 and self.frequencies:
             kept = self._arithmetic.rotate(kept, *rope_tables(self.frequencies, shift, 1), inverse=False)
         return kept * 1.0  # out of the thread's buffers, which the rest of the row is about to use
-
-    def _first_tokens(self, cut: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-        """The first tokens of a box [layers, heads, tokens, d], or [layers, heads, blocks, tokens of one, d]."""
-        return cut[:, :, 0, :count] if self.form.blocks > 1 else cut[:, :, :count]
 
     def _forward(self, values: Any, box: Box, first_token: int | None, blind: bool) -> Any:
         """From what the engine stores to what is quantised."""

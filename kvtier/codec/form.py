@@ -6,7 +6,8 @@ A codec must find the numbers in a row without knowing the engine. `axes` names 
 (MLA) has neither heads nor a V and is described with one head and one part. Rows of anything else are opaque.
 
 A row of several engine blocks has the letter `b` where they are told apart ("lbhtkd"): `tokens` counts those of all.
-Some kernels keep the keys of a block with the channels outermost (`keys_by_channel`; vLLM's attention on CPUs does).
+Some kernels pack the tokens and channels of a block in an order of their own (`packing`): vLLM's attention on CPUs
+keeps keys as [channels, tokens], or both in the tiles of AMX, two by sixteen.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ AXES = "lkhtd"
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ObjectKind = Literal["kv", "mla", "opaque"]
 Raw = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Packing = Literal["", "channels", "amx"]
 Buffer = memoryview | bytes | bytearray | npt.NDArray[np.uint8]
 
 
@@ -41,7 +43,7 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dtype: str = "bfloat16"
     axes: str = AXES
     blocks: int = 1
-    keys_by_channel: bool = False
+    packing: Packing = ""
     opaque_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -59,10 +61,10 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"row form: axes {self.axes!r} must order the letters {AXES!r} and end in 'd'")
         if self.blocks < 1 or self.tokens % self.blocks or (self.blocks > 1 and letters == self.axes):
             raise ConfigError(f"row form: {self.blocks} blocks of {self.tokens} tokens in all, in axes {self.axes!r}")
-        if self.keys_by_channel and not self.axes.endswith("ktd"):
-            raise ConfigError(
-                f"row form: keys by channel are blocks of their own, axes {self.axes!r} must end in 'ktd'"
-            )
+        if self.packing and not self.axes.endswith("ktd"):
+            raise ConfigError(f"row form: packed keys are a block of their own, axes {self.axes!r} must end in 'ktd'")
+        if self.packing == "amx" and ((self.tokens // self.blocks) % 16 or self.head_dim % 16):
+            raise ConfigError("row form: tiles of AMX hold a multiple of 16 tokens and channels")
         if self.kind == "mla" and self.heads != 1:
             raise ConfigError(f"row form: a latent has one head, not {self.heads}")
 
@@ -70,7 +72,7 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def identity(self) -> dict[str, object]:
         """What decoders must agree on; fields younger than the format count only where they are used."""
         fields: dict[str, object] = msgspec.to_builtins(self)
-        return {k: v for k, v in fields.items() if (k, v) not in (("blocks", 1), ("keys_by_channel", False))}
+        return {k: v for k, v in fields.items() if (k, v) not in (("blocks", 1), ("packing", ""))}
 
     @property
     def parts(self) -> int:
@@ -101,18 +103,18 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """`row` seen as [layers, parts, heads, tokens, head_dim] of raw 16- or 32-bit words. No copy.
 
         Writable if `row` is. Raises ConfigError if the length is not `row_bytes`, or if no one view can show such a
-        row (several blocks, keys by channel): `views` does then.
+        row (several blocks, packed ones): `views` does then.
         """
-        if self.blocks > 1 or self.keys_by_channel:
-            raise ConfigError("a row of several blocks, or with keys by channel, has no one view of all its numbers")
+        if self.blocks > 1 or self.packing:
+            raise ConfigError("a row of several blocks, or of packed ones, has no one view of all its numbers")
         size = {"l": self.layers, "k": self.parts, "h": self.heads, "t": self.tokens, "d": self.head_dim}
         laid_out = self._words(row).reshape([size[axis] for axis in self.axes])
         canonical: Raw = laid_out.transpose([self.axes.index(axis) for axis in AXES])
         return canonical
 
     def views(self, row: Buffer) -> tuple[Raw, ...]:
-        """Each part of `row` as raw words [layers, heads, tokens, head_dim], or [layers, heads, blocks, tokens of one,
-        head_dim] where a row has several blocks. No copy; writable if `row` is.
+        """Each part of `row` as raw words [layers, heads, tokens, head_dim], tokens or channels split into more axes
+        where they must be: flattened they are in order. No copy; writable if `row` is.
 
         Raises ConfigError if the length is not `row_bytes`.
         """
@@ -121,11 +123,24 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         laid_out = self._words(row).reshape([size[axis] for axis in self.axes])
         wanted = [axis for axis in "klhbtd" if axis in self.axes]
         parts = laid_out.transpose([self.axes.index(axis) for axis in wanted])
-        if not self.keys_by_channel:
+        if not self.packing:
             return tuple(parts)
-        keys = parts[0]
-        by_channel = keys.reshape(*keys.shape[:-2], keys.shape[-1], keys.shape[-2])
-        return by_channel.swapaxes(-1, -2), parts[1]
+        outer, t, d = parts.shape[1:-2], parts.shape[-2], parts.shape[-1]
+        if self.packing == "channels":
+            return parts[0].reshape(*outer, d, t).swapaxes(-1, -2), parts[1]
+        axes = len(outer)
+        keys = parts[0].reshape(*outer, t // 16, d // 2, 16, 2).swapaxes(axes + 1, axes + 2)
+        values = parts[1].reshape(*outer, d // 16, t // 2, 16, 2)
+        return keys, values.transpose(*range(axes), axes + 1, axes + 3, axes, axes + 2)
+
+    def first_tokens(self, view: Raw, part: int, count: int) -> Raw:
+        """The first `count` tokens (even, at most a tile) in a view of a part, or in a cut of one along layers and
+        heads: [layers, heads, count, head_dim]. A copy or a view."""
+        first = view[:, :, 0] if self.blocks > 1 else view
+        if self.packing != "amx":
+            return first[:, :, :count]
+        cut = first[:, :, 0, :count] if part == 0 else first[:, :, : count // 2]
+        return cut.reshape(*view.shape[:2], count, self.head_dim)
 
     def _words(self, row: Buffer) -> Raw:
         flat = np.frombuffer(row, dtype=np.uint8)

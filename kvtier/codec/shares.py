@@ -17,7 +17,7 @@ from kvtier.errors import ConfigError
 
 
 class SharesCodec:
-    """A `RowCodec` over a row of equal shares. `encoded_bytes` of each are set apart, whatever they turn out to need."""
+    """A `RowCodec` over a row of equal shares. `encoded_bytes` of each are set apart, whatever they need."""
 
     def __init__(self, shares: Sequence[RowCodec]) -> None:
         """Raises ConfigError unless all shares are of one size."""

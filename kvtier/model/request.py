@@ -75,7 +75,11 @@ class RoleSpan(msgspec.Struct, frozen=True):
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it arrives. Times are in the cache's clock; lengths in tokens."""
+    """A request as it arrives. Times are in the cache's clock; lengths in tokens.
+
+    `lossy` says that blocks which went through a lossy codec will do. Its keys must be its own: what is computed from
+    such blocks, and what the engine keeps of them, is not what an exact request would compute.
+    """
 
     request_id: str
     arrival_s: float
@@ -88,6 +92,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     tool: str = ""
     transition: Transition = Transition.UNKNOWN
     role_spans: tuple[RoleSpan, ...] = ()
+    lossy: bool = False
     params: dict[str, object] = msgspec.field(default_factory=dict)
 
 

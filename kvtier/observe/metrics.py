@@ -64,6 +64,21 @@ TABLE: tuple[MetricDef, ...] = (
     MetricDef("kvtier_recovered_rows", Kind.COUNTER, "Rows found again after a restart.", ("tier",)),
     MetricDef("kvtier_discoveries", Kind.COUNTER, "Questions to shared tiers by how they ended.", ("tier", "outcome")),
     MetricDef("kvtier_discovered_rows", Kind.COUNTER, "Rows of other engines found in a shared tier.", ("tier",)),
+    MetricDef(
+        "kvtier_codec_bytes",
+        Kind.COUNTER,
+        "Bytes through a tier's codec, as the engine has them (plain) and as the tier has them (encoded).",
+        ("tier", "direction", "form"),
+    ),
+    MetricDef(
+        "kvtier_codec_seconds",
+        Kind.COUNTER,
+        "Seconds spent encoding and decoding, summed over I/O threads.",
+        ("tier", "direction"),
+    ),
+    MetricDef(
+        "kvtier_codec_refused", Kind.COUNTER, "Rows a codec could not write down or read back.", ("tier", "reason")
+    ),
     MetricDef("kvtier_resident_bytes", Kind.GAUGE, "Bytes of published rows.", ("tier",)),
     MetricDef("kvtier_capacity_bytes", Kind.GAUGE, "Cap of the tier.", ("tier",)),
     MetricDef("kvtier_medium_bytes", Kind.GAUGE, "Bytes the tier occupies on its medium.", ("tier",)),

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from kvtier.codec.arithmetic import NumpyArithmetic
@@ -23,6 +25,7 @@ from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError, Int
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.protocol import (
+    CodecStats,
     RecoveredRow,
     RowId,
     RowStatus,
@@ -36,6 +39,8 @@ from kvtier.tiers.protocol import (
 
 _BATCH_BYTES = 16 << 20  # of encoded rows held at once by one thread
 _PROBE_ROWS = 3
+
+T = TypeVar("T")
 
 
 def encoded_row_bytes(codecs: RowCodec | Mapping[int, RowCodec]) -> int:
@@ -97,6 +102,41 @@ class ChainPositions:
         return len(self._places)
 
 
+class CodecMeter:
+    """Thread-safe counters of a codec's work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = CodecStats()
+
+    def encoded(self, plain_bytes: int, encoded_bytes: int, seconds: float) -> None:
+        """Count rows written down."""
+        with self._lock:
+            now = self._now
+            self._now = msgspec.structs.replace(
+                now,
+                plain_written_bytes=now.plain_written_bytes + plain_bytes,
+                encoded_written_bytes=now.encoded_written_bytes + encoded_bytes,
+                encode_s=now.encode_s + seconds,
+            )
+
+    def decoded(self, plain_bytes: int, encoded_bytes: int, seconds: float) -> None:
+        """Count rows read back."""
+        with self._lock:
+            now = self._now
+            self._now = msgspec.structs.replace(
+                now,
+                plain_read_bytes=now.plain_read_bytes + plain_bytes,
+                encoded_read_bytes=now.encoded_read_bytes + encoded_bytes,
+                decode_s=now.decode_s + seconds,
+            )
+
+    def stats(self, refused: Mapping[str, int]) -> CodecStats:
+        """The counters now, with the rows refused so far."""
+        with self._lock:
+            return msgspec.structs.replace(self._now, refused=dict(refused))
+
+
 class CodecTier:
     """A `Tier` around a `Tier`; see the module docstring.
 
@@ -126,6 +166,7 @@ class CodecTier:
         self._positions = ChainPositions()
         self._scratch = Scratch()
         self._meter = Meter()
+        self._work = CodecMeter()
         self._batch_rows = max(1, _BATCH_BYTES // inner.row_bytes)
 
     def reserve(self, n: int) -> Slots | None:
@@ -191,7 +232,7 @@ class CodecTier:
         """The inner tier's curve in bytes of whole rows, with the time the codec takes added."""
         raw = self.inner.probe()
         codec = self._codec_of(min(self._codecs)) if self._codecs is not None else self._codec_of(0)
-        encode_s, decode_s = codec_seconds(codec, _PROBE_ROWS)
+        encode_s, decode_s = in_a_thread(lambda: codec_seconds(codec, _PROBE_ROWS))
         read_s = self.inner.row_bytes / raw.read_bytes_per_s + decode_s
         write_s = self.inner.row_bytes / raw.write_bytes_per_s + encode_s
         return TierProbe(raw.read_latency_s, self.row_bytes / read_s, raw.write_latency_s, self.row_bytes / write_s)
@@ -210,7 +251,7 @@ class CodecTier:
             faults[reason] = faults.get(reason, 0) + count
         return TierStats(
             own.capacity_rows, own.used_rows, own.cap_bytes, own.medium_bytes,
-            own.read_bytes, own.written_bytes, own.read_s, own.write_s, faults,
+            own.read_bytes, own.written_bytes, own.read_s, own.write_s, faults, self._work.stats(own.faults),
         )  # fmt: skip
 
     def _shared(self) -> SharedTier:
@@ -233,6 +274,7 @@ class CodecTier:
     def _write_batch(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
         statuses = [RowStatus.OK] * len(rows)
         buffers = self._buffers(len(rows))
+        began, plain, encoded = time.perf_counter(), 0, 0
         for i, (row, source) in enumerate(zip(rows, sources, strict=True)):
             if self._codecs is not None and row.group not in self._codecs:
                 statuses[i] = RowStatus.FOREIGN
@@ -247,6 +289,8 @@ class CodecTier:
                 statuses[i] = RowStatus.FULL
                 continue
             np.frombuffer(buffers[i], dtype=np.uint8)[size:] = 0
+            plain, encoded = plain + codec.form.row_bytes, encoded + size
+        self._work.encoded(plain, encoded, time.perf_counter() - began)
         good = [i for i, status in enumerate(statuses) if status is RowStatus.OK]
         if good:
             written = self.inner.write(slots[good], [rows[i] for i in good], [buffers[i] for i in good])
@@ -257,6 +301,7 @@ class CodecTier:
     def _read_batch(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
         buffers = self._buffers(len(rows))
         statuses = self.inner.read(slots, rows, buffers)
+        began, plain = time.perf_counter(), 0
         for i, (row, target) in enumerate(zip(rows, targets, strict=True)):
             if statuses[i] is not RowStatus.OK:
                 continue
@@ -266,12 +311,15 @@ class CodecTier:
             codec = self._codec_of(row.group)
             try:
                 codec.decode(buffers[i], target[: codec.form.row_bytes])
+                plain += codec.form.row_bytes
             except ForeignBlockError as error:
                 self._meter.fault(error.reason)
                 statuses[i] = RowStatus.FOREIGN
             except CorruptBlockError as error:
                 self._meter.fault(error.reason)
                 statuses[i] = RowStatus.CORRUPT
+        done = sum(status is RowStatus.OK for status in statuses)
+        self._work.decoded(plain, done * self.inner.row_bytes, time.perf_counter() - began)
         return statuses
 
 
@@ -292,3 +340,22 @@ def codec_seconds(codec: RowCodec, repeats: int = 3) -> tuple[float, float]:
         ended = time.perf_counter()
         best = [min(best[0], encoded - started), min(best[1], ended - encoded)]
     return best[0], best[1]
+
+
+def in_a_thread(call: Callable[[], T]) -> T:
+    """Run where codecs run: in a thread that keeps torch to one core. Raises what the call raises."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # noqa: BLE001 - thread boundary: raised again by the caller
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="kvtier-codec-probe")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]

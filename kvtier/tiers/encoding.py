@@ -10,10 +10,8 @@ The identity is part of the layout a durable tier was made for: rows of another 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvtier.codec.calibration import Calibration
 from kvtier.codec.form import RowForm
@@ -22,7 +20,7 @@ from kvtier.codec.protocol import RowCodec
 from kvtier.codec.registry import LOSSLESS, NAMES, PRESETS, CodecChoice, build_codec, needs_calibration
 from kvtier.codec.shares import SharesCodec, heads_of
 from kvtier.errors import ConfigError
-from kvtier.tiers.codec_tier import CodecTier, codec_identity, codec_seconds, encoded_row_bytes
+from kvtier.tiers.codec_tier import CodecTier, codec_identity, codec_seconds, encoded_row_bytes, in_a_thread
 from kvtier.tiers.protocol import Tier
 
 logger = logging.getLogger(__name__)
@@ -94,28 +92,6 @@ class Encoding:
         raise ConfigError(
             f"{found}: loads would be slower. Use a quicker codec, or set allow_slow_codecs if room is what is short"
         )
-
-
-T = TypeVar("T")
-
-
-def in_a_thread(call: Callable[[], T]) -> T:
-    """Run where codecs run: in a thread that keeps torch to one core. Raises what the call raises."""
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:  # noqa: BLE001 - thread boundary: raised again by the caller
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="kvtier-codec-probe")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
 
 
 def encodings_of(

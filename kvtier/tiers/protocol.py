@@ -57,6 +57,18 @@ class TierProbe(msgspec.Struct, frozen=True):
     write_bytes_per_s: float
 
 
+class CodecStats(msgspec.Struct, frozen=True):
+    """What a tier's codec has done since start. `refused` are rows it could not write down or read back, by reason."""
+
+    plain_written_bytes: int = 0
+    encoded_written_bytes: int = 0
+    plain_read_bytes: int = 0
+    encoded_read_bytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    refused: dict[str, int] = {}
+
+
 class TierStats(msgspec.Struct, frozen=True):
     """Counters since start, and sizes now. `medium_bytes` is what the tier occupies on its medium."""
 
@@ -69,6 +81,7 @@ class TierStats(msgspec.Struct, frozen=True):
     read_s: float
     write_s: float
     faults: dict[str, int]
+    codec: CodecStats | None = None
 
 
 class Tier(Protocol):

@@ -218,8 +218,8 @@ def test_scores_decay_with_time() -> None:
 
 
 def test_models_are_told_apart(tmp_path: Path) -> None:
-    from kvtier.errors import ModelConfigError
     from kvtier.codec.calibration import model_fingerprint
+    from kvtier.errors import ModelConfigError
 
     with pytest.raises(ModelConfigError):
         model_fingerprint(tmp_path)
