@@ -3,7 +3,7 @@
     python -m examples.demo.codec [--codec d4] [--questions 5] [--json]
 
 Plain vLLM in bfloat16 with kvtier keeps the document in an nvme tier twice, as it is and encoded. Then new processes
-answer the questions from what lies there. Printed are both answers to every question, how far they agree, and the bytes.
+answer the questions from what lies there. Printed are both answers to every question, how far they agree and the bytes.
 """
 
 from __future__ import annotations
