@@ -43,8 +43,9 @@ class CodecChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def needs_calibration(choice: CodecChoice) -> bool:
-    """Whether `build_codec` needs a calibration: presets and cachegen do, and int8 with a quality budget."""
-    return choice.name in PRESETS or choice.name == "cachegen" or (choice.name in SCALED and choice.max_kl is not None)
+    """Whether `build_codec` needs a calibration: presets and cachegen do, and every lossy one with a quality budget."""
+    budget = choice.max_kl is not None and choice.name not in LOSSLESS
+    return choice.name in PRESETS or choice.name == "cachegen" or budget
 
 
 def build_codec(choice: CodecChoice, form: RowForm, calibration: Calibration | None = None) -> RowCodec:
@@ -58,13 +59,13 @@ def build_codec(choice: CodecChoice, form: RowForm, calibration: Calibration | N
         return RawCodec(form)
     if name == "zstd":
         return ZstdShuffleCodec(form, choice.zstd_level)
-    arithmetic = choose_arithmetic(choice.arithmetic)
-    if name in SCALED:
-        if choice.max_kl is not None:
-            _require_quality(name, choice, calibration)
-        return ScaledCodec(name, form, arithmetic)
     if name not in NAMES:
         raise ConfigError(f"codec {name!r} is not one of {', '.join(NAMES)}")
+    if choice.max_kl is not None:
+        _require_quality(name, choice, calibration)
+    arithmetic = choose_arithmetic(choice.arithmetic)
+    if name in SCALED:
+        return ScaledCodec(name, form, arithmetic)
     if form.kind != "kv":
         raise ConfigError(f"codec {name} needs rows of keys and values, not {form.kind}; use raw, zstd or int8")
     if name in KIVI:
