@@ -127,6 +127,7 @@ class TierCache:
         path = self.tree.insert(chain)
         request = CachedRequest(context, chain, known)
         self._live.add(request)
+        self.traffic.arrived()
         now = self.clock.now()
         self.forecast.on_arrival(path, context, now)
         for level in (self.memory, *self.lower):
@@ -209,6 +210,7 @@ class TierCache:
             return
         request.ended = True
         self.traffic.started(request)
+        self.traffic.left()
         request.asking.clear()
         self.loader.forget(request)
         self.loader.release_hold(request)

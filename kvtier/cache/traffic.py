@@ -5,6 +5,7 @@ The gate prices by it, conservative mode is entered and left by it, the metrics 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -44,8 +45,21 @@ class Traffic:
         self._links = {name: BusyMeter(now) for name in levels}
         self._recent = {name: BusyMeter(now, 3.0) for name in levels}
         self._waiting: dict[CachedRequest, float] = {}  # recompute seconds of requests not started, in order of arrival
+        self._present: int | None = None  # requests; None where the engine does not tell of them
         self.load_waits = RecentTail()
         self.decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
+
+    def arrived(self) -> None:
+        """A request came."""
+        self._present = (self._present or 0) + 1
+
+    def left(self) -> None:
+        """A request ended."""
+        self._present = (self._present or 1) - 1
+
+    def _others(self) -> float:
+        """Requests beside the one that is decided about."""
+        return math.inf if self._present is None else max(0, self._present - 1)
 
     def prefilled(self, seconds: float) -> None:
         """The GPU computed prompts for so long."""
@@ -67,9 +81,9 @@ class Traffic:
         return meter.share(self._clock.now()) if meter is not None else 0.0
 
     def link_price(self, name: str) -> float:
-        """Seconds others lose for a second of a tier's link."""
+        """Seconds others lose for a second of a tier's link; 0 for who is alone."""
         meter = self._links.get(name)
-        return meter.price(self._clock.now()) if meter is not None else 0.0
+        return meter.price(self._clock.now(), self._others()) if meter is not None else 0.0
 
     def busiest_link(self) -> float:
         """Share of the busiest link over the last seconds, scaled so that one always busy is 1."""
@@ -91,7 +105,7 @@ class Traffic:
             if other is request:
                 break
             queue_s += seconds
-        return GpuLoad(queue_s, self._gpu.price(self._clock.now()))
+        return GpuLoad(queue_s, self._gpu.price(self._clock.now(), self._others()))
 
     def gpu_now(self) -> GpuLoad:
         """The same where nothing is known of other requests."""

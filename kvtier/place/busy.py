@@ -33,10 +33,11 @@ class BusyMeter:
         """ρ: between 0 and HIGHEST_SHARE."""
         return min(HIGHEST_SHARE, self._decayed(now))
 
-    def price(self, now: float) -> float:
-        """e = ρ/(1-ρ): seconds others lose for a second taken now."""
+    def price(self, now: float, others: float = math.inf) -> float:
+        """e = ρ/(1-ρ): seconds others lose for a second taken now. Never more than there are `others` to lose one:
+        ρ/(1-ρ) is how many there are on average, and whoever is alone delays nobody, however busy the server."""
         share = self.share(now)
-        return share / (1.0 - share)
+        return min(share / (1.0 - share), others)
 
     def _decayed(self, now: float) -> float:
         return self._share * math.exp(-max(0.0, now - self._at_s) / self._time_constant_s)

@@ -32,6 +32,8 @@ def test_the_price_is_held_where_the_formula_runs_away() -> None:
         meter.note(1.0, float(step))
     assert meter.share(1000.0) == HIGHEST_SHARE
     assert meter.price(1000.0) == pytest.approx(9.0)
+    assert meter.price(1000.0, 2) == 2.0
+    assert meter.price(1000.0, 0) == 0.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), max_size=30))

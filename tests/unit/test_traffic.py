@@ -38,6 +38,8 @@ def test_a_request_queues_behind_those_before_it_and_no_others() -> None:
 def test_prices_follow_what_was_measured() -> None:
     meters, clock, _ = traffic()
     assert meters.gpu_for(request("a")).price == 0.0
+    for _ in range(3):
+        meters.arrived()
     for _ in range(600):
         clock.advance(1.0)
         meters.prefilled(0.5)
@@ -47,6 +49,9 @@ def test_prices_follow_what_was_measured() -> None:
     assert meters.link_share("nvme") == pytest.approx(0.25, abs=0.02)
     assert meters.link_price("nvme") == pytest.approx(1 / 3, abs=0.05)
     assert meters.link_price("unknown") == 0.0
+    for _ in range(2):
+        meters.left()
+    assert meters.gpu_for(request("a")).price == meters.link_price("nvme") == 0.0, "alone, it delays nobody"
 
 
 def test_a_link_that_is_always_busy_shows_within_seconds_and_is_calm_within_seconds() -> None:
