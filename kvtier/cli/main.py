@@ -7,7 +7,7 @@ import sys
 import typer
 
 from kvtier import __version__
-from kvtier.cli import config
+from kvtier.cli import bench, config
 from kvtier.cli.analyze import analyze
 from kvtier.cli.calibrate import calibrate
 from kvtier.cli.eval_codec import eval_app
@@ -37,6 +37,7 @@ app.command()(size)
 app.command()(calibrate)
 app.command()(hint)
 app.add_typer(eval_app, name="eval")
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 
 
