@@ -68,20 +68,35 @@ class Discovery:
     """Asks the shared ones among `levels`; each level's health decides whether, and hears how it went."""
 
     def __init__(self, levels: Sequence[Level], clock: Clock, recorder: Recorder) -> None:
-        self.levels = [level for level in levels if is_shared(level.tier)]
+        self.levels: list[Level] = []
         self._clock = clock
         self._recorder = recorder
-        self._noes: dict[str, OrderedDict[bytes, float]] = {level.name: OrderedDict() for level in self.levels}
-        self._queues: dict[str, queue.Queue[Question | None]] = {
-            level.name: queue.Queue(_MOST_WAITING) for level in self.levels
-        }
+        self._noes: dict[str, OrderedDict[bytes, float]] = {}
+        self._queues: dict[str, queue.Queue[Question | None]] = {}
         self._done: deque[Question] = deque()
         self._open: set[Question] = set()
         self._closed = False
-        for level in self.levels:
+        for level in levels:
+            self.attach(level)
+
+    def attach(self, level: Level) -> None:
+        """Ask this level, too, from now on, if it is shared."""
+        if is_shared(level.tier):
+            self.levels.append(level)
+            self._noes[level.name] = OrderedDict()
+            waiting = self._queues[level.name] = queue.Queue(_MOST_WAITING)
             for i in range(_THREADS):
-                name, waiting = f"kvtier-find-{level.name}-{i}", self._queues[level.name]
+                name = f"kvtier-find-{level.name}-{i}"
                 threading.Thread(target=self._answer, args=(waiting,), name=name, daemon=True).start()
+
+    def detach(self, level: Level) -> None:
+        """Ask this level no more; what it was asked is for nobody."""
+        if level in self.levels:
+            self.levels.remove(level)
+            for question in self._open:
+                question.void = question.void or question.level is level
+            del self._noes[level.name]
+            _end(self._queues.pop(level.name))
 
     @property
     def busy(self) -> bool:
@@ -157,11 +172,7 @@ class Discovery:
         """Ask no more. Threads that hang in a tier are left to the end of the process."""
         self._closed = True
         for waiting in self._queues.values():
-            for _ in range(_THREADS):
-                try:
-                    waiting.put_nowait(None)
-                except queue.Full:
-                    break
+            _end(waiting)
 
     # --- control thread -----------------------------------------------------------------------------------------
 
@@ -250,3 +261,12 @@ def _search(question: Question) -> None:
 def _ask(tier: SharedTier, question: Question, first: int, stop: int, groups: Sequence[int]) -> npt.NDArray[np.bool_]:
     rows = [question.row_of(block, group) for block in range(first, stop) for group in groups]
     return np.array(tier.exists(rows), np.bool_).reshape(stop - first, len(groups))
+
+
+def _end(waiting: queue.Queue[Question | None]) -> None:
+    """Let the threads of a queue end. Those that hang in a tier are left to the end of the process."""
+    for _ in range(_THREADS):
+        try:
+            waiting.put_nowait(None)
+        except queue.Full:
+            break

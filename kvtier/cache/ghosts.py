@@ -6,7 +6,7 @@ A ghost costs its keys and a few words, and is what lets an eviction not be a ve
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.cache.level import Level
 from kvtier.index.tree import PrefixTree, Segment
@@ -15,10 +15,10 @@ from kvtier.index.tree import PrefixTree, Segment
 class Ghosts:
     """Bounds the tree: at most `cap_blocks` blocks beyond what the levels can hold. One control thread."""
 
-    def __init__(self, tree: PrefixTree, levels: Sequence[Level], cap_blocks: int) -> None:
+    def __init__(self, tree: PrefixTree, levels: Callable[[], Sequence[Level]], cap_blocks: int) -> None:
         self._tree = tree
         self._levels = levels
-        self._cap_blocks = cap_blocks + sum(level.residency.capacity_rows for level in levels)
+        self._cap_blocks = cap_blocks
         self._order: OrderedDict[int, Segment] = OrderedDict()
         tree.listen(self)
 
@@ -30,14 +30,16 @@ class Ghosts:
 
     def prune(self) -> None:
         """Forget the oldest ghosts until the tree is within its bound. Amortised O(1) a visit."""
-        if self._tree.blocks <= self._cap_blocks:
+        levels = self._levels()
+        cap = self._cap_blocks + sum(level.residency.capacity_rows for level in levels)
+        if self._tree.blocks <= cap:
             return
-        target = self._cap_blocks - self._cap_blocks // 16
+        target = cap - cap // 16
         for segment in list(self._order.values()):
             if self._tree.blocks <= target:
                 return
             if not segment.children:
-                self._tree.truncate(segment, max(level.residency.extent(segment) for level in self._levels))
+                self._tree.truncate(segment, max(level.residency.extent(segment) for level in levels))
 
     def on_create(self, segment: Segment) -> None:
         self._order[segment.id] = segment

@@ -35,6 +35,7 @@ class Inquiry:
         self._groups = geometry.closed_groups
         self._deadline_s = config.discover_deadline_s
         self._discovery = Discovery(levels, clock, recorder)
+        self.attach, self.detach = self._discovery.attach, self._discovery.detach
 
     def ask(self, runs: list[Run], first: int, stop: int) -> list[Question]:
         """Ask shared tiers about blocks [first, stop) of a call that is made of `runs`."""

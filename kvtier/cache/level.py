@@ -11,7 +11,7 @@ from kvtier.cache.lease import LeaseBook
 from kvtier.cache.tier_health import TierHealth
 from kvtier.clock import Clock
 from kvtier.index.residency import ABSENT, Residency
-from kvtier.index.tree import PrefixTree, Segment
+from kvtier.index.tree import PrefixTree, Segment, TreeListener
 from kvtier.observe.metrics import Recorder
 from kvtier.place.gate import LoadCurve
 from kvtier.place.policy import EvictionPolicy, TierView
@@ -62,6 +62,9 @@ class Level:
         self.relieve: Callable[[], bool] = lambda: False
         # Publishes rows that waited for a prompt to name their place (`Orphans`).
         self.adopt: Callable[[bytes], None] = lambda chain: None
+        # Transfers handed to the mover and not taken in again.
+        self.moving = 0
+        self.listeners: list[TreeListener] = []
         self._clock = clock
         self._recorder = recorder
         # Whether rows come back as other bytes than they went: not for requests that did not agree to that.

@@ -30,6 +30,14 @@ class Seeker:
         self._discovery = Discovery(cache.lower, cache.clock, cache.recorder)
         self._others = tuple(group for group, _ in cache.window_groups)
 
+    def attach(self, level: Level) -> None:
+        """A tier came."""
+        self._discovery.attach(level)
+
+    def detach(self, level: Level) -> None:
+        """A tier goes."""
+        self._discovery.detach(level)
+
     @property
     def busy(self) -> bool:
         """Whether an answer is awaited."""

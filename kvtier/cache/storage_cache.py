@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.copies import Buffers, Copy, carry
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.inquiry import Inquiry
@@ -37,7 +39,7 @@ from kvtier.observe.metrics import Labels, Recorder
 from kvtier.place.gate import LinkLoad, PrefillModel, choose_cut, recompute_by_cut
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.tiers.inflight import InFlight
-from kvtier.tiers.protocol import RowStatus, Tier
+from kvtier.tiers.protocol import RecoveredRow, RowStatus, Tier, TierProbe
 
 Slots = npt.NDArray[np.int32]
 Levels = npt.NDArray[np.int8]
@@ -62,20 +64,20 @@ class StorageCache:
         self._traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in tiers])
         self._paths = Paths(self.tree)
         recovered = [tier.recover() for tier in tiers]
-        self.levels = [self._level(tier) for tier in tiers]
-        self._writing: dict[str, set[tuple[bytes, int]]] = {tier.name: set() for tier in tiers}
+        found = [(self._level(tier), rows) for tier, rows in zip(tiers, recovered, strict=True)]
+        self.levels = by_cost(level for level, _ in found)
+        self._leaving = Leaving(self.tree)
+        self._writing: defaultdict[Level, set[tuple[bytes, int]]] = defaultdict(set)
         self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens)
-        self._ghosts = Ghosts(self.tree, self.levels, config.ghost_blocks)
+        self._ghosts = Ghosts(self.tree, lambda: [*self.levels, *self._leaving.levels], config.ghost_blocks)
         self._mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets)
         self._lock = threading.Lock()
         self._inquiry = Inquiry(self.levels, self.clock, self.recorder, geometry, config)
         self._in_flight = InFlight()
         self._generation = 0
         self._closed = False
-        for level, rows in zip(self.levels, recovered, strict=True):
-            # Rows whose head did not survive: nothing leads to them before it is written again, and then so are they.
-            kept = rebuild(self.tree, level, rows) - level.spare(level.residency.capacity_rows)
-            self.recorder.add("kvtier_recovered_rows", kept, level.name)
+        for level, rows in found:
+            self._take_in(level, rows)
 
     # --- the engine's calls -------------------------------------------------------------------------------------
 
@@ -104,7 +106,8 @@ class StorageCache:
         deadline_s = time.monotonic() + self.config.load_deadline_s
         source = np.full(n, -1, np.int8)
         with self._in_flight.transfer() as admitted:
-            for index, level in enumerate(self.levels if admitted else []):
+            levels = list(self.levels if admitted else [])
+            for index, level in enumerate(levels):
                 with self._lock:
                     copies = self._reads(level, keys, ~done, targets)
                     self._visits.take(keys[:KEY_BYTES])  # the copies hold the rows now; damaged ones must be free to go
@@ -118,7 +121,7 @@ class StorageCache:
                 if done.all():
                     break
             with self._lock:
-                self._account_load(keys, done, source, failed)
+                self._account_load(keys, done, [levels[i].name for i in source[: _leading(done)].tolist()], failed)
         return [bool(ok) for ok in done]
 
     def store(self, keys: bytes, sources: Buffers, head: bytes = b"") -> list[bool]:
@@ -146,6 +149,28 @@ class StorageCache:
                 self._ghosts.prune()
         return [bool(there) for there in present]
 
+    def attach(self, tier: Tier) -> int:
+        """Take in a tier opened elsewhere; returns the rows it brings. Raises ConfigError if its name is taken."""
+        rows, probe = tier.recover(), tier.probe()
+        with self._lock:
+            refuse_twice([*self.levels, *self._leaving.levels], tier.name)
+            level = self._level(tier, probe)
+            self.levels[:] = by_cost([*self.levels, level])
+            self._inquiry.attach(level)
+            return self._take_in(level, rows)
+
+    def detach(self, name: str, wait_s: float = 10.0) -> bool:
+        """Let go of a tier: it is asked for nothing more, what has begun may end, then it is closed with what it holds.
+        False if that takes longer than `wait_s`. Raises ConfigError for a name unknown."""
+        with self._lock:
+            level = pick(self.levels, name)
+            self._visits.settle_all(self.clock.now())
+            self.levels.remove(level)
+            self._leaving.add(level)
+            self._inquiry.detach(level)
+            self._mover.detach(name, 0.0)
+        return self._leaving.wait(name, self._step, wait_s)
+
     def clear(self) -> None:
         """Forget every block in every tier. What is being written now is not kept."""
         with self._lock:
@@ -168,7 +193,7 @@ class StorageCache:
         self._mover.close(drain_s)
         with self._lock:
             self._land_late()
-        for level in self.levels:
+        for level in (*self.levels, *self._leaving.levels):
             level.tier.close()
 
     # --- what can be seen ---------------------------------------------------------------------------------------
@@ -244,7 +269,7 @@ class StorageCache:
 
     def _under_way(self, level: Level, runs: list[Run], n: int) -> Mask:
         """Rows another call is writing to a level: (blocks, groups)."""
-        rows, writing = np.zeros((n, self.geometry.groups), np.bool_), self._writing[level.name]
+        rows, writing = np.zeros((n, self.geometry.groups), np.bool_), self._writing[level]
         for run in runs if writing else []:
             for i, key in enumerate(run.keys):
                 for group in range(self.geometry.groups):
@@ -326,9 +351,8 @@ class StorageCache:
             if segment.depth <= depth < segment.stop:
                 copy.level.evict_below(segment, depth - segment.depth, status.value)
 
-    def _account_load(self, keys: bytes, done: Mask, source: Levels, failed: dict[int, MissReason]) -> None:
+    def _account_load(self, keys: bytes, done: Mask, names: list[str], failed: dict[int, MissReason]) -> None:
         leading = _leading(done)
-        names = [self.levels[index].name for index in source[:leading].tolist()]
         failure = None if leading == len(done) else failed.get(leading, MissReason.EVICTED)
         self._visits.loaded(keys[:KEY_BYTES], names, failure, self.clock.now())
 
@@ -361,7 +385,7 @@ class StorageCache:
             slots = self._room(level, run, rows)
             if len(slots):
                 copy = Copy.of(level, run, rows, slots, sources, read=False, generation=self._generation)
-                self._writing[level.name].update((row.key, row.group) for row in copy.rows)
+                self._writing[level].update((row.key, row.group) for row in copy.rows)
                 copies.append(copy)
         return copies
 
@@ -382,7 +406,7 @@ class StorageCache:
 
     def _landed_write(self, copy: Copy) -> None:
         self._note_transfer(copy)
-        self._writing[copy.level.name].difference_update((row.key, row.group) for row in copy.rows)
+        self._writing[copy.level].difference_update((row.key, row.group) for row in copy.rows)
         ok = copy.ok & (copy.generation == self._generation)
         if (~ok).any():
             copy.level.tier.release(copy.slots[~ok])
@@ -418,17 +442,35 @@ class StorageCache:
             if isinstance(copy, Copy) and copy.abandoned:
                 self._note_transfer(copy)
                 if not transfer.read:
-                    self._writing[copy.level.name].difference_update((row.key, row.group) for row in copy.rows)
+                    self._writing[copy.level].difference_update((row.key, row.group) for row in copy.rows)
                     copy.level.tier.release(copy.slots)
 
-    def _level(self, tier: Tier) -> Level:
+        if self._leaving.levels:
+            self._leaving.step(lambda level: not level.book.outstanding and not self._writing[level])
+
+    def _step(self) -> None:
+        with self._lock:
+            self._land_late()
+
+    def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
+        """Publish what a tier brings. Rows whose head did not survive are let go: nothing leads to them before it is
+        written again, and then so are they."""
+        kept = rebuild(self.tree, level, rows) - level.spare(level.residency.capacity_rows)
+        self.recorder.add("kvtier_recovered_rows", kept, level.name)
+        return kept
+
+    def _level(self, tier: Tier, probe: TierProbe | None = None) -> Level:
         def policy(view: TierView) -> EvictionPolicy:
             return make_policy(self.config.policy, view)
 
         groups, closed = self.geometry.groups, self.geometry.closed_groups
         capacity = tier.stats().capacity_rows
         # Not strict: the engine's own memory may hold the head of what a tier holds.
-        return Level(tier, self.tree, capacity, groups, closed, policy, self.clock, self.recorder, tier.probe(), False)
+        probe = probe or tier.probe()
+        return build(
+            self.tree,
+            lambda: Level(tier, self.tree, capacity, groups, closed, policy, self.clock, self.recorder, probe, False),
+        )
 
 
 def _leading(mask: Mask) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -51,16 +51,23 @@ class WriteThrough:
     ended: bool = False
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """What is being written to one level: in order of submission, by key, and how many rows were submitted and not yet
+    published (a write that ended may still wait for one before it)."""
+
+    writes: deque[WriteThrough] = field(default_factory=deque)
+    keys: set[tuple[bytes, int]] = field(default_factory=set)
+    rows: int = 0
+
+
 class Storer:
     """Takes rows into memory and writes them through, for one TierCache. One control thread."""
 
     def __init__(self, cache: TierCache) -> None:
         self._cache = cache
         self._storing: set[tuple[bytes, int]] = set()
-        self._writes: dict[str, deque[WriteThrough]] = {level.name: deque() for level in cache.lower}
-        self._writing: dict[str, set[tuple[bytes, int]]] = {level.name: set() for level in cache.lower}
-        # Rows submitted and not yet published: a write that ended may still wait for one before it.
-        self._unlanded = dict.fromkeys(self._writing, 0)
+        self._below: dict[Level, UnderWay] = {}
         self._generation = 0
 
     def offer(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
@@ -123,9 +130,13 @@ class Storer:
         assert isinstance(write, WriteThrough)
         write.ended = True
         self._cache.note_transfer(write.level, transfer)
-        queue = self._writes[write.level.name]
+        queue = self._below[write.level].writes
         while queue and queue[0].ended:
             self._land(queue.popleft())
+
+    def under_way(self, level: Level) -> bool:
+        """Whether anything is being written to a level."""
+        return level in self._below
 
     def reset(self) -> None:
         """Writes under way belong to nobody: their slots are given back when they end."""
@@ -160,9 +171,10 @@ class Storer:
                 continue
             there = level.residency.slots_of(match)[:stop] != ABSENT
             wanted = (memory != ABSENT) & ~there
-            if self._writing[level.name]:
+            writing = self._below[level].keys if level in self._below else ()
+            if writing:
                 for block, group in np.argwhere(wanted).tolist():
-                    if (key_at(chain, block), group) in self._writing[level.name]:
+                    if (key_at(chain, block), group) in writing:
                         wanted[block, group], there[block, group] = False, True
             for group in cache.closed_groups:
                 holes = np.flatnonzero(~(there | wanted)[:, group])
@@ -184,7 +196,8 @@ class Storer:
         memory_slots: Slots,
     ) -> None:
         cache, n = self._cache, len(blocks)
-        fits = max(0, cache.config.store_backlog_bytes // level.row_bytes - self._unlanded[level.name])
+        below = self._below.setdefault(level, UnderWay())
+        fits = max(0, cache.config.store_backlog_bytes // level.row_bytes - below.rows)
         if n > fits:
             cache.recorder.add("kvtier_stores_refused", n - fits, level.name, "backlog")
             blocks, groups, memory_slots, n = blocks[:fits], groups[:fits], memory_slots[:fits], fits
@@ -197,21 +210,24 @@ class Storer:
             source.release()
             cache.recorder.add("kvtier_stores_refused", n, level.name, "no_room")
             return
-        self._unlanded[level.name] += n
+        below.rows += n
         write = WriteThrough(level, chain, blocks, groups, source, self._generation)
         ids = [row_id(chain, int(b), int(g)) for b, g in zip(blocks, groups, strict=True)]
         views = [cache.memory_row(int(slot)) for slot in memory_slots]
-        self._writing[level.name].update((row.key, row.group) for row in ids)
+        below.keys.update((row.key, row.group) for row in ids)
         write.transfer = Transfer(level.tier, slots, ids, views, False, Urgency.STORE, write)
-        self._writes[level.name].append(write)
+        below.writes.append(write)
         cache.submit(level, write.transfer)
 
     def _land(self, write: WriteThrough) -> None:
         transfer = write.transfer
         assert transfer is not None
         write.source.release()
-        self._unlanded[write.level.name] -= len(transfer.rows)
-        self._writing[write.level.name].difference_update((row.key, row.group) for row in transfer.rows)
+        below = self._below[write.level]
+        below.rows -= len(transfer.rows)
+        below.keys.difference_update((row.key, row.group) for row in transfer.rows)
+        if not below.rows:
+            del self._below[write.level]
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
         if write.generation != self._generation:
             ok[:] = False

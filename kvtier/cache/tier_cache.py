@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.accounting import Accounting
+from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.hinted import Hinted
 from kvtier.cache.level import Level
@@ -40,7 +42,7 @@ from kvtier.place.gate import LoadCurve, PrefillModel
 from kvtier.place.hints import HintLimits
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.predict.forecast import Forecast
-from kvtier.tiers.protocol import Tier, is_shared
+from kvtier.tiers.protocol import RecoveredRow, Tier, TierProbe, is_shared
 
 Slots = npt.NDArray[np.int32]
 
@@ -95,14 +97,11 @@ class TierCache:
         self.lock = threading.RLock()
         recovered = [(tier, tier.recover()) for tier in lower]
         self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
-        self.memory = self._level(memory, strict=False)
-        # What lies in a shared tier is not this engine's alone to keep in order.
-        self.lower = [self._level(tier, strict=not is_shared(tier)) for tier in lower]
-        for level in self.lower:
-            level.lossy = config.codecs.get(level.name, "raw") not in LOSSLESS
+        self.memory = self._level(memory, below=False)
+        found = [(self._level(tier, below=True), rows) for tier, rows in recovered]
+        self.lower = by_cost(level for level, _ in found)
+        self._leaving = Leaving(self.tree)
         self.group_order = self.memory.group_order
-        for level in self.lower:
-            level.on_evict = self._evict_orphans
         self.seeker = Seeker(self)
         self.loader = Loader(self)
         self.storer = Storer(self)
@@ -110,12 +109,11 @@ class TierCache:
         self.hinted = Hinted(self, HintLimits(pin_bytes_per_client=config.hint_pin_bytes))
         self.look_ahead = LookAhead(self)
         self.memory.relieve = self.hinted.relieve
-        self._ghosts = Ghosts(self.tree, [self.memory, *self.lower], config.ghost_blocks)
+        self._ghosts = Ghosts(self.tree, lambda: [self.memory, *self.lower, *self._leaving.levels], config.ghost_blocks)
         self._accounting = Accounting(self)
         self._live: set[CachedRequest] = set()
-        for level, (_, rows) in zip(self.lower, recovered, strict=True):
-            kept = rebuild(self.tree, level, rows)
-            self.recorder.add("kvtier_recovered_rows", kept, level.name)
+        for level, rows in found:
+            self._take_in(level, rows)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -250,6 +248,8 @@ class TierCache:
                 self.loader.finished(transfer)
             else:
                 self.storer.finished(transfer)
+        if self._leaving.levels:
+            self._leaving.step(lambda level: not level.moving and not self.storer.under_way(level))
         now = self.clock.now()
         self.hinted.tick(now)
         self.watch.tick(now)
@@ -318,8 +318,34 @@ class TierCache:
         for request in list(self._live):
             self.end_load(request)
             self.loader.release_hold(request)
-        for level in (self.memory, *self.lower):
+        for level in (self.memory, *self.lower, *self._leaving.levels):
             level.tier.close()
+
+    def attach(self, tier: Tier, probe: TierProbe | None = None) -> int:
+        """Take in a tier opened elsewhere; returns the rows it brings. `probe`, measured by the caller, spares this
+        thread 0.2 s. Raises ConfigError if a tier of its name is here."""
+        refuse_twice([self.memory, *self.lower, *self._leaving.levels], tier.name)
+        rows = tier.recover()
+        level = self._level(tier, below=True, probe=probe)
+        self.lower = by_cost([*self.lower, level])
+        self.seeker.attach(level)
+        kept = self._take_in(level, rows)
+        self.epoch += 1
+        return kept
+
+    def detach(self, name: str, wait_s: float = 10.0) -> bool:
+        """Let go of a tier: it is asked for nothing more, what has begun may end, then it is closed with what it holds.
+        False if that takes longer than `wait_s`: `poll` goes on with it. Raises ConfigError for a name unknown."""
+        level = pick(self.lower, name)
+        self.lower.remove(level)
+        self._leaving.add(level)
+        self.seeker.detach(level)
+        self.mover.detach(name, 0.0)
+        self.epoch += 1
+        for segment in list(self.tree.segments()):
+            if level.residency.extent(segment) and not any(other.residency.extent(segment) for other in self.lower):
+                self._evict_orphans(segment, self.memory.residency.extent(segment))
+        return self._leaving.wait(name, self.poll, wait_s)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if index, residency or reachability is broken. Costs a full traversal."""
@@ -336,6 +362,7 @@ class TierCache:
     def submit(self, level: Level, transfer: Transfer) -> None:
         """Hand a transfer of a usable level to the mover."""
         level.health.sent()
+        level.moving += 1
         self.mover.submit(transfer)
 
     def load_curve(self, level: Level) -> LoadCurve:
@@ -355,6 +382,7 @@ class TierCache:
 
     def note_transfer(self, level: Level, transfer: Transfer) -> None:
         """Count a finished transfer and keep what is known of its tier current."""
+        level.moving -= 1
         if transfer.read and transfer.urgency <= Urgency.LOOK_AHEAD:
             self.traffic.moved(level.name, transfer.seconds)
         level.health.note(*transfer.asked, transfer.calls, transfer.read, level.row_bytes, transfer.seconds)
@@ -387,11 +415,20 @@ class TierCache:
         if self.memory.residency.extent(segment) <= keep:
             self.memory.evict_below(segment, keep, "orphaned")
 
-    def _level(self, tier: Tier, strict: bool) -> Level:
+    def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
+        """Publish what a tier brings."""
+        level.on_evict = self._evict_orphans
+        level.lossy = self.config.codecs.get(level.name, "raw") not in LOSSLESS
+        kept = rebuild(self.tree, level, rows)
+        self.recorder.add("kvtier_recovered_rows", kept, level.name)
+        return kept
+
+    def _level(self, tier: Tier, below: bool, probe: TierProbe | None = None) -> Level:
         def policy(view: TierView) -> EvictionPolicy:
             return make_policy(self.config.policy, view, self.forecast)
 
-        return Level(
+        make = partial(
+            Level,
             tier,
             self.tree,
             tier.stats().capacity_rows,
@@ -400,7 +437,9 @@ class TierCache:
             policy,
             self.clock,
             self.recorder,
-            tier.probe(),
-            strict,
-            below=strict,
+            probe or tier.probe(),
+            # What lies in a shared tier is not this engine's alone to keep in order.
+            strict=below and not is_shared(tier),
+            below=below,
         )
+        return build(self.tree, make)

@@ -13,7 +13,7 @@ One writer: not thread-safe. Listeners are told of every change of structure, af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -116,6 +116,15 @@ class PrefixTree:
     def listen(self, listener: TreeListener) -> None:
         """Tell `listener` of every later change of structure."""
         self._listeners.append(listener)
+
+    @property
+    def listeners(self) -> list[TreeListener]:
+        """Who is told of changes now."""
+        return list(self._listeners)
+
+    def unlisten(self, listeners: Sequence[TreeListener]) -> None:
+        """Tell these of nothing more."""
+        self._listeners = [each for each in self._listeners if not any(each is gone for gone in listeners)]
 
     def segment(self, segment_id: int) -> Segment:
         """The live segment with this id. Raises IntegrityError if there is none."""

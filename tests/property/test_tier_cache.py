@@ -124,6 +124,21 @@ class CacheMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
+    @precondition(lambda self: self.cache.lower)
+    @rule()
+    def detach(self) -> None:
+        """The tier below goes while requests wait for it and writes are under way."""
+        assert self.cache.detach("nvme")
+        assert not self.cache.lower
+        self.lower = self.lower.reopen()
+
+    @precondition(lambda self: not self.cache.lower)
+    @rule()
+    def attach(self) -> None:
+        """What it held when it went is found again."""
+        rows = len(self.lower.published)
+        assert self.cache.attach(FaultyTier(self.lower, self.plan)) <= rows
+
     @rule()
     def reset(self) -> None:
         """vLLM drops its jobs: nothing under way is ever completed."""
@@ -137,8 +152,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.end_load(request)
             self.cache.commit_store(request, written)
         self.requests.clear()
+        attached = bool(self.cache.lower)
         self.cache.close()
         assert self.cache.leases() == 0
+        if not attached:
+            return self._open_cache()
         self.lower = self.lower.reopen()
         self._open_cache()
 
@@ -163,8 +181,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.memory.residency.pinned_rows == 0
         used = self.cache.memory.tier.stats().used_rows
         assert used == self.cache.memory.residency.resident_rows, "a memory row belongs to nobody"
-        below = self.cache.lower[0]
-        assert below.tier.stats().used_rows == below.residency.resident_rows, "a row below belongs to nobody"
+        for below in self.cache.lower:
+            assert below.tier.stats().used_rows == below.residency.resident_rows, "a row below belongs to nobody"
         self._sums_agree()
         self.cache.close()
 

@@ -1,0 +1,145 @@
+"""Tiers that come and go while an engine runs: what is under way ends, what they hold is found again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.cache.storage_cache import StorageCache
+from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.config import CacheConfig
+from kvtier.errors import ConfigError
+from kvtier.testing.clock import VirtualClock
+from kvtier.testing.fake_engine import FakeEngine, content_of, token_chain
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.tiers.dram import DramTier
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.protocol import RowId, RowStatus, Slots, TierProbe
+
+ROW, SPACE = 4096, b"s" * 32
+CONFIG = CacheConfig(dram_bytes=1, policy="lru", io_threads=2)
+
+
+class Gated(MemoryTier):
+    """Its writes wait for the gate."""
+
+    def __init__(self, name: str = "slow") -> None:
+        super().__init__(ROW, 64, name=name)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
+        self.gate.wait(20)
+        return super().write(slots, rows, sources)
+
+    def probe(self) -> TierProbe:
+        return TierProbe(0.01, 1e8, 0.01, 1e8)
+
+
+def engine_over(*tiers: MemoryTier | NvmeTier) -> FakeEngine:
+    memory = DramTier.over(np.zeros(16 * ROW, np.uint8), ROW, 16, ROW, checksums=False)
+    return FakeEngine(TierCache(CONFIG, Geometry(16), memory, memory.row, tiers, VirtualClock()))
+
+
+def nvme(folder: Path) -> NvmeTier:
+    return NvmeTier(str(folder), SPACE, "layout", ROW, 256 * ROW, direct=False)
+
+
+def forget_memory(engine: FakeEngine) -> None:
+    engine.settle()
+    engine.cache.memory.clear()
+    engine.cache.epoch += 1
+
+
+def test_a_tier_taken_out_and_in_again_still_has_everything(tmp_path: Path) -> None:
+    engine = engine_over(nvme(tmp_path))
+    engine.serve(range(8))
+    forget_memory(engine)
+    assert engine.cache.detach("nvme")
+    assert engine.serve(range(8)) == 0, "gone with its tier"
+    forget_memory(engine)
+    assert engine.cache.attach(nvme(tmp_path)) == 8
+    assert engine.serve(range(8)) == 8
+    engine.cache.check_integrity()
+    assert engine.cache.leases() == 0
+    engine.cache.close()
+
+
+def test_tiers_stand_in_the_order_of_what_they_cost(tmp_path: Path) -> None:
+    fast, slow = MemoryTier(ROW, 8, name="fast"), Gated()
+    engine = engine_over(slow, fast)
+    assert [level.name for level in engine.cache.lower] == ["fast", "slow"]
+    engine.cache.detach("fast")
+    engine.cache.attach(MemoryTier(ROW, 8, name="other"))
+    assert [level.name for level in engine.cache.lower] == ["other", "slow"]
+    engine.cache.close()
+    storage = StorageCache(CONFIG, Geometry(16), [Gated(), MemoryTier(ROW, 8, name="fast")])
+    assert [level.name for level in storage.levels] == ["fast", "slow"]
+    storage.close()
+
+
+def test_a_tier_that_hangs_leaves_when_it_lets_go() -> None:
+    tier = Gated()
+    engine = engine_over(tier)
+    tier.gate.clear()
+    request = engine.open(range(4), 1)
+    engine.cache.commit_store(request, engine.compute(request))
+    assert not engine.cache.detach("slow", wait_s=0.05)
+    with pytest.raises(ConfigError, match="still ending"):
+        engine.cache.attach(Gated())
+    assert engine.serve([7, 8]) == 0, "the engine goes on"
+    tier.gate.set()
+    while engine.cache._leaving.levels:
+        engine.settle()
+    engine.finish(request)
+    assert engine.cache.leases() == 0
+    assert engine.cache.attach(Gated("slow")) == 0
+    engine.cache.close()
+
+
+def test_requests_that_wait_for_a_tier_that_goes_compute(tmp_path: Path) -> None:
+    engine = engine_over(nvme(tmp_path))
+    engine.serve(range(8))
+    forget_memory(engine)
+    request = engine.open(range(8), 1)
+    engine.cache.lookup(request, 0)
+    assert engine.cache.detach("nvme")
+    loaded = engine.lookup(request)
+    assert loaded is not None
+    assert engine.load(request) == loaded
+    engine.cache.end_load(request)
+    engine.finish(request)
+    assert engine.cache.leases() == 0
+    engine.cache.check_integrity()
+    engine.cache.close()
+
+
+def test_a_name_that_is_not_there_says_what_is() -> None:
+    engine = engine_over(MemoryTier(ROW, 8, name="fast"))
+    with pytest.raises(ConfigError, match="there are: fast"):
+        engine.cache.detach("nvme")
+    with pytest.raises(ConfigError, match="detach it first"):
+        engine.cache.attach(MemoryTier(ROW, 8, name="fast"))
+    engine.cache.close()
+
+
+def test_the_storage_cache_takes_tiers_out_and_in(tmp_path: Path) -> None:
+    cache = StorageCache(CONFIG, Geometry(16), [nvme(tmp_path)])
+    keys = token_chain(range(6))
+    pages = [[memoryview(bytearray(content_of(keys[i * 32 : i * 32 + 32], 0, ROW)))] for i in range(6)]
+    assert all(cache.store(keys, pages))
+    assert cache.find(keys) == 6
+    assert cache.detach("nvme"), "a promise is no reason to stay"
+    assert cache.find(keys) == 0
+    assert cache.attach(nvme(tmp_path)) == 6
+    assert cache.find(keys) == 6
+    targets = [[memoryview(bytearray(ROW))] for _ in range(6)]
+    assert all(cache.load(keys, targets))
+    assert targets == pages
+    assert cache.leases() == 0
+    cache.check_integrity()
+    cache.close()
