@@ -51,6 +51,20 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Folder on a file system that other machines mount too; empty: no such tier."""
     shared_fs_bytes: int = 0
     """Cap on everything kvtier keeps under shared_fs_path, of all machines together; the same on each."""
+    pool_master: str = ""
+    """host:port of the Mooncake master of a shared pool; empty: no such tier."""
+    pool_metadata: str = "P2PHANDSHAKE"
+    """Mooncake's metadata server; P2PHANDSHAKE: none is needed."""
+    pool_protocol: str = "tcp"
+    """How rows travel to and from the pool: tcp or rdma."""
+    pool_device: str = ""
+    """RDMA devices the pool may use, comma-separated; empty: all."""
+    pool_host: str = ""
+    """Name or address by which other machines reach this one; empty: the address that leads to the master."""
+    pool_bytes: int = 0
+    """Memory this process lends to the pool; 0: it only uses what others lend."""
+    pool_replicas: int = 1
+    """Copies the pool keeps of each row."""
     policy: str = "kvtier"
     """Which eviction policy orders what leaves a tier."""
     gate: bool = True
@@ -97,7 +111,12 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Raise it to make everything cached so far unreachable (after changing weights in place)."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (("io_threads", 2, 256), ("chunk_bytes", 1 << 12, 1 << 26), ("epoch", 0, 2**31)):
+        for name, low, high in (
+            ("io_threads", 2, 256),
+            ("chunk_bytes", 1 << 12, 1 << 26),
+            ("epoch", 0, 2**31),
+            ("pool_replicas", 1, 16),
+        ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}; it must be between {low} and {high}")
@@ -110,6 +129,10 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"numa_node is {self.numa_node}; it must be a node of this machine, or -1")
         if not 0 <= self.discover_deadline_s <= 60:
             raise ConfigError(f"discover_deadline_s is {self.discover_deadline_s}; it must be between 0 and 60 seconds")
+        if self.pool_protocol not in ("tcp", "rdma"):
+            raise ConfigError(f'pool_protocol is {self.pool_protocol!r}; it must be "tcp" or "rdma"')
+        if self.pool_bytes and not self.pool_master:
+            raise ConfigError("pool_bytes lends memory to a pool that is not named; set pool_master, or remove it")
         for tier, names in (("CXL", "cxl"), ("NVMe", "nvme"), ("shared_fs", "shared_fs")):
             if bool(getattr(self, f"{names}_path")) != bool(getattr(self, f"{names}_bytes")):
                 raise ConfigError(

@@ -19,6 +19,8 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.encoding import Encoding
 from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool.client import PoolOptions
 from kvtier.tiers.protocol import Tier
 from kvtier.tiers.shared_fs import SharedFsTier
 
@@ -124,6 +126,22 @@ def _open_nvme(site: Site) -> Tier | None:
     )
 
 
+def _open_pool(site: Site) -> Tier | None:
+    config = site.config
+    if not config.pool_master:
+        return None
+    options = PoolOptions(
+        master=config.pool_master,
+        metadata=config.pool_metadata,
+        protocol=config.pool_protocol,
+        device=config.pool_device,
+        host=config.pool_host,
+        segment_bytes=config.pool_bytes // site.share.of,
+        replicas=config.pool_replicas,
+    )
+    return PoolTier(options, site.key_space_digest, site.layout_digest, site.row_bytes)
+
+
 def _open_shared_fs(site: Site) -> Tier | None:
     config = site.config
     if not config.shared_fs_path:
@@ -138,11 +156,11 @@ def _open_shared_fs(site: Site) -> Tier | None:
     )
 
 
-_OPENERS: dict[str, Opener] = {"cxl": _open_cxl, "nvme": _open_nvme, "shared_fs": _open_shared_fs}
+_OPENERS: dict[str, Opener] = {"cxl": _open_cxl, "nvme": _open_nvme, "pool": _open_pool, "shared_fs": _open_shared_fs}
 SHARED_TIERS = frozenset({"pool", "shared_fs"})
 """Tiers whose rows every process that names the same medium can find."""
 
-_NAMED_BY = {"cxl": "cxl_path", "nvme": "nvme_path", "shared_fs": "shared_fs_path"}
+_NAMED_BY = {"cxl": "cxl_path", "nvme": "nvme_path", "pool": "pool_master", "shared_fs": "shared_fs_path"}
 
 
 def configured_tiers(config: CacheConfig) -> list[str]:
