@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SYSTEM_LIBRARIES = {"libnuma.so.1": "libnuma1"}  # what vLLM's CPU kernels link to: shared library -> Debian package
+# What vLLM's CPU kernels and Mooncake's client link to: shared library -> Debian package
+SYSTEM_LIBRARIES = {"libnuma.so.1": "libnuma1", "libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
 MARKER = ".kvtier-complete"
 STAMP = "kvtier-environment.json"
 _REPORT_EVERY_S = 15.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +21,11 @@ from kvtier.tiers.codec_tier import CodecTier, encoded_row_bytes
 from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool.client import MooncakeClient, PoolOptions
 from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier
 from kvtier.tiers.shared_fs import SharedFsTier
+from tests.pool_rig import needs_mooncake, running_pool
 
 CAPACITY = 24
 MakeTier = Callable[[int], Tier]
@@ -35,6 +39,28 @@ def _nvme(folder: Path, row_bytes: int, **tuning: int | bool) -> NvmeTier:
 def _encoded(name: str, row_bytes: int, inner: MakeTier = lambda size: MemoryTier(size, CAPACITY)) -> CodecTier:
     codec = build_codec(CodecChoice(name=name), RowForm(kind="opaque", opaque_bytes=row_bytes))
     return CodecTier(inner(encoded_row_bytes(codec)), codec)
+
+
+@pytest.fixture(scope="module")
+def pool_options() -> Iterator[PoolOptions]:
+    """Two owners on loopback; every tier has a key space of its own there."""
+    with running_pool() as running:
+        yield PoolOptions(master=running.address, host="127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def pool_client(pool_options: PoolOptions) -> Iterator[MooncakeClient]:
+    """One client for all tiers: joining and leaving take a second each."""
+    client = MooncakeClient(pool_options)
+    leave, client.close = client.close, lambda: None  # type: ignore[method-assign]
+    yield client
+    leave()
+
+
+def _pool(request: pytest.FixtureRequest, row_bytes: int) -> PoolTier:
+    client = request.getfixturevalue("pool_client")
+    options = request.getfixturevalue("pool_options")
+    return PoolTier(options, os.urandom(32), "layout", row_bytes, handles=2 * CAPACITY, connect=lambda _: client)
 
 
 def _shared_fs(folder: Path, row_bytes: int, **tuning: bool) -> SharedFsTier:
@@ -59,6 +85,8 @@ def _shared_fs(folder: Path, row_bytes: int, **tuning: bool) -> SharedFsTier:
         "shared_fs",
         "shared_fs-buffered",
         "codec-shared_fs",
+        pytest.param("pool", marks=needs_mooncake),
+        pytest.param("codec-pool", marks=needs_mooncake),
     ]
 )
 def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTier]:
@@ -86,6 +114,8 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTi
             "shared-memory": lambda: SharedMemoryTier(row_bytes, CAPACITY),
             "shared_fs": lambda: _shared_fs(tmp_path, row_bytes),
             "shared_fs-buffered": lambda: _shared_fs(tmp_path, row_bytes, direct=False),
+            "pool": lambda: _pool(request, row_bytes),
+            "codec-pool": lambda: _encoded("zstd", row_bytes, lambda size: _pool(request, size)),
             "codec-shared_fs": lambda: _encoded("zstd", row_bytes, lambda size: _shared_fs(tmp_path, size)),
         }
         tier = kinds[request.param]()

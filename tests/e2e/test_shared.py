@@ -9,6 +9,7 @@ from typing import Any
 from tests.e2e import scenarios_shared as scenarios
 from tests.e2e.conftest import RunScenario
 from tests.e2e.test_cache import POOL, same_bytes, tokens_from
+from tests.pool_rig import needs_mooncake, running_pool
 
 TOKENS = 300
 WHOLE = TOKENS // 32 * 32
@@ -49,3 +50,10 @@ def check(results: list[dict[str, Any]], tier: str) -> None:
 def test_two_engines_share_a_file_system(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
     shared = {"shared_fs_path": str(tmp_path / "shared"), "shared_fs_bytes": "64MiB"}
     check(exchange(run, tiny_llama, tmp_path, shared), "shared_fs")
+
+
+@needs_mooncake
+def test_two_engines_share_a_pool(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    with running_pool() as pool:
+        shared = {"pool_master": pool.address, "pool_host": "127.0.0.1"}
+        check(exchange(run, tiny_llama, tmp_path, shared), "pool")
