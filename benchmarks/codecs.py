@@ -20,7 +20,7 @@ from kvtier.codec.arithmetic import NumpyArithmetic
 from kvtier.codec.calibration import Calibration
 from kvtier.codec.form import RowForm
 from kvtier.codec.range_coder import normalised
-from kvtier.codec.registry import NAMES, CodecChoice, build_codec
+from kvtier.codec.registry import KIVI, NAMES, PRESETS, CodecChoice, build_codec
 
 _REPEATS = 15
 
@@ -77,8 +77,10 @@ def measure(form: RowForm, names: list[str]) -> list[dict[str, float | str]]:
             "decode_bytes_per_s": row.size / copy_s,
         }
     )
-    for arithmetic in ("torch", "numpy"):
-        for name in names if arithmetic == "torch" else [n for n in names if n not in ("raw", "zstd", "cachegen")]:
+    in_blocks = [name for name in names if name in PRESETS or name in KIVI]
+    plain = [name for name in names if name not in ("raw", "zstd", "cachegen")]
+    for arithmetic, chosen in (("numba", in_blocks), ("torch", names), ("numpy", plain)):
+        for name in chosen:
             codec = build_codec(CodecChoice(name=name, arithmetic=arithmetic), form, calibration)
             target = memoryview(bytearray(codec.encoded_bytes))
             out = np.empty_like(row)

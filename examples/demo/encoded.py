@@ -16,7 +16,6 @@ def keep(model: str, kvtier: dict[str, Any]) -> dict[str, Any]:
     with DemoEngine(model, kvtier=kvtier, prefix_caching=True, dtype="bfloat16") as engine:
         [opening] = document_prompts(engine.tokenizer, [OPENING_QUESTION])
         engine.ask(opening, 1)
-        engine.settle()
         return {"bytes": engine.bytes_kept()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -75,25 +74,15 @@ class DemoEngine:
             raise RuntimeError("vLLM refused to reset its prefix cache: blocks are still in use")
 
     def bytes_kept(self) -> int:
-        """Bytes kvtier has written to its nvme tier so far, as they lie there."""
-        encoded = [value for labels, value in _samples("kvtier_codec_bytes_total")
-                   if (labels["direction"], labels["form"]) == ("write", "encoded")]  # fmt: skip
-        plain = [value for labels, value in _samples("kvtier_bytes_total")
-                 if (labels["tier"], labels["direction"]) == ("nvme", "write")]  # fmt: skip
-        return int(sum(encoded or plain))
-
-    def settle(self) -> None:
-        """Wait until everything offered to kvtier has arrived, and count it."""
+        """Bytes of rows kvtier has written to its nvme tier, as they lie there, once everything has arrived."""
         core = self._llm.llm_engine.engine_core.engine_core
         cache = core.scheduler.connector.manager.cache
-        for _ in range(1_000):
+        while core.scheduler.has_requests() or cache.busy:
             self._llm.llm_engine.step()
             cache.mover.drain(5.0)
             cache.poll()
-            if not core.scheduler.has_requests() and not cache.busy:
-                break
-        time.sleep(1.1)  # gauges, and counters kept by tiers, are read once a second
-        self._llm.llm_engine.step()
+        [stats] = [level.tier.stats() for level in cache.lower if level.name == "nvme"]
+        return stats.codec.encoded_written_bytes if stats.codec is not None else stats.written_bytes
 
     def bytes_loaded(self) -> dict[str, int]:
         """Bytes kvtier has read so far, by tier."""

@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,15 @@ from kvtier.codec.form import Raw
 from kvtier.codec.scratch import Scratch
 from kvtier.errors import ConfigError, NotEncodableError
 
+if TYPE_CHECKING:
+    from kvtier.codec.fused import Passes
+
 F16_MAX = 65_504.0
 F16_SLACK = 2.0**-10  # rounding to float16 moves a value by less than this share of it, or, near zero,
 F16_TINY = 2.0**-24  # by less than this
 FP8_MAX = 448.0
+
+NOT_FINITE = "the row holds values that are not finite, or beyond float16's range"
 
 # By how much the range of a group is drawn in for few levels: clipping the extremes costs less than the coarser step.
 # Less than what minimises the squared error (0.65, 0.85, 0.95 for 2, 3, 4 bits): large keys matter more than others,
@@ -46,9 +51,14 @@ class Arithmetic(Protocol):
     """What a codec computes. `values` are float32 arrays of the implementation's own kind ([n, tokens, channels])."""
 
     name: str
+    passes: Passes | None
 
     def load(self, raw: Raw, dtype: str) -> Any:
         """Raw words of any strides as contiguous float32."""
+        ...
+
+    def wrap(self, values: Floats) -> Any:
+        """A float32 array as this implementation's own kind, not copied."""
         ...
 
     def store(self, values: Any, raw: Raw, dtype: str) -> None:
@@ -92,11 +102,15 @@ class NumpyArithmetic:
     """The reference implementation; see `Arithmetic`."""
 
     name = "numpy"
+    passes: Passes | None = None
 
     def load(self, raw: Raw, dtype: str) -> Floats:
         if dtype == "bfloat16":
             return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.ascontiguousarray(raw).view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
+
+    def wrap(self, values: Floats) -> Floats:
+        return values
 
     def store(self, values: Floats, raw: Raw, dtype: str) -> None:
         if dtype == "bfloat16":
@@ -121,16 +135,7 @@ class NumpyArithmetic:
 
     def quantise(self, values: Floats, levels: Floats, *, per_channel: bool) -> tuple[Bytes, Halfs, Halfs]:
         axis = 1 if per_channel else 2
-        low, high = values.min(axis=axis, keepdims=True), values.max(axis=axis, keepdims=True)
-        drawn_in = range_shares(levels)
-        if drawn_in is not None:
-            centre, reach = (high + low) * np.float32(0.5), (high - low) * (drawn_in * np.float32(0.5))
-            low, high = centre - reach, centre + reach
-        with np.errstate(over="ignore", invalid="ignore"):
-            minima = (low - np.abs(low) * np.float32(F16_SLACK) - np.float32(F16_TINY)).astype(np.float16)
-            share = (np.float32(1 + F16_SLACK) / levels).reshape(-1, 1, 1)
-            scales = ((high - minima.astype(np.float32)) * share + np.float32(F16_TINY)).astype(np.float16)
-        require_finite(minima, scales)
+        scales, minima = steps_of(values.min(axis=axis, keepdims=True), values.max(axis=axis, keepdims=True), levels)
         inverse = np.float32(1) / scales.astype(np.float32)
         offset = -minima.astype(np.float32) * inverse
         codes = np.clip(np.rint(values * inverse + offset), 0, levels.reshape(-1, 1, 1)).astype(np.uint8)
@@ -236,10 +241,24 @@ def range_shares(levels: Floats) -> Floats | None:
     return shares.reshape(-1, 1, 1) if bool((shares < 1).any()) else None
 
 
+def steps_of(low: Floats, high: Floats, levels: Floats) -> tuple[Halfs, Halfs]:
+    """Scales and minima of groups with these extremes, [units, ...]. Raises NotEncodableError if one is not finite."""
+    drawn_in = range_shares(levels)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if drawn_in is not None:
+            centre, reach = (high + low) * np.float32(0.5), (high - low) * (drawn_in * np.float32(0.5))
+            low, high = centre - reach, centre + reach
+        minima = (low - np.abs(low) * np.float32(F16_SLACK) - np.float32(F16_TINY)).astype(np.float16)
+        share = (np.float32(1 + F16_SLACK) / levels).reshape(-1, 1, 1)
+        scales = ((high - minima.astype(np.float32)) * share + np.float32(F16_TINY)).astype(np.float16)
+    require_finite(minima, scales)
+    return scales, minima
+
+
 def require_finite(*steps: Halfs) -> None:
     """Raise NotEncodableError unless all are finite: minima and scales carry any NaN, infinity and float16 overflow."""
     if not all(bool(np.isfinite(x).all()) for x in steps):
-        raise NotEncodableError("the row holds values that are not finite, or beyond float16's range")
+        raise NotEncodableError(NOT_FINITE)
 
 
 @lru_cache
@@ -277,16 +296,24 @@ def _to_e4m3(values: Floats) -> Bytes:
     return signed
 
 
-def choose_arithmetic(name: str = "auto") -> Arithmetic:
-    """The arithmetic by name: "numpy", "torch", or "auto": torch where it is installed.
+def choose_arithmetic(name: str = "auto", *, in_blocks: bool = False) -> Arithmetic:
+    """The arithmetic by name: "numpy", "torch", "numba" (torch with compiled passes), or "auto": the quickest of those
+    that are installed. Only codecs that quantise `in_blocks` have something to compile.
 
-    Torch is imported on the first call only, never numba: that breaks an engine that has not started its workers.
-    Raises ConfigError for another name.
+    Torch and numba are imported on the first call only, and numba compiles then: seconds, the first time on a machine.
+    Call it where an engine starts, after its workers have. Raises ConfigError for another name, or if it is missing.
     """
-    if name not in ("auto", "numpy", "torch"):
-        raise ConfigError(f"arithmetic {name!r} is not one of auto, numpy, torch")
+    if name not in ("auto", "numpy", "torch", "numba"):
+        raise ConfigError(f"arithmetic {name!r} is not one of auto, numpy, torch, numba")
     if name == "numpy" or (name == "auto" and importlib.util.find_spec("torch") is None):
         return NumpyArithmetic()
     from kvtier.codec.torch_arithmetic import TorchArithmetic
 
-    return TorchArithmetic()
+    if name == "torch" or not in_blocks:
+        return TorchArithmetic()
+    from kvtier.codec.fused import fused_passes
+
+    passes = fused_passes()
+    if passes is None and name == "numba":
+        raise ConfigError("arithmetic numba needs the package numba: pip install 'kvtier[codec]'")
+    return TorchArithmetic(passes)

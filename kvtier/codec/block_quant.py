@@ -20,16 +20,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.codec.arithmetic import PLANES, Arithmetic, Bytes, Floats, pack, unpack
+from kvtier.codec.arithmetic import F16_SLACK, NOT_FINITE, PLANES, Arithmetic, Bytes, Floats, pack, range_shares, unpack
 from kvtier.codec.bits_map import BitsMap, bits_digest
 from kvtier.codec.boxes import Box, boxes_of
 from kvtier.codec.checksum import checksum64
 from kvtier.codec.form import RowForm
+from kvtier.codec.fused import Passes, places_of
 from kvtier.codec.header import HEADER_BYTES, POSITION_UNKNOWN, Header, checked_payload, read_header
 from kvtier.codec.planes import PayloadPlan, Sections, plan_payload
 from kvtier.codec.rope import rope_tables
 from kvtier.codec.scratch import Scratch
-from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError
+from kvtier.errors import ConfigError, CorruptBlockError, ForeignBlockError, NotEncodableError
 
 FIRST_BLOCK = 1
 WITHOUT_MEAN = 2
@@ -85,6 +86,7 @@ class BlockQuantCodec:
             )
         self.name, self.form, self.recipe = name, form, recipe
         self._arithmetic = arithmetic
+        self._passes = arithmetic.passes
         self._scratch = Scratch()
         self.frequencies = inverse_frequencies
         self.means = means
@@ -94,6 +96,8 @@ class BlockQuantCodec:
         self.first_plan = plan_payload(
             form, first_bits, sinks=recipe.sinks, key_group=key_group, value_group=value_group
         )
+        unit = form.tokens * form.head_dim
+        self._places, self._first_places = places_of(self.plan, unit), places_of(self.first_plan, unit)
         self._bits_digest = bits_digest(bits, first_bits)
         described = msgspec.json.encode((name, form.identity, recipe, inverse_frequencies))
         self.parameters = hashlib.sha256(described + self._bits_digest + calibration).digest()[:16]
@@ -114,11 +118,14 @@ class BlockQuantCodec:
             values = values.reshape(box.units, self.form.tokens, self.form.head_dim)
             if first:
                 box.cut(sections.sinks)[...] = self.form.first_tokens(box.cut_view(raw), box.part, plan.sinks)
+            if self._passes is not None:
+                self._write_compiled(self._passes, values, box, plan, sections, first_token, blind)
+                continue
             values = self._forward(values, box, first_token, blind)
             if first:
                 values[:, : plan.sinks] = values[:, plan.sinks : plan.sinks + 1]
             self._quantise(values, box, plan, sections, codes)
-        for c in plan.classes:
+        for c in plan.classes if self._passes is None else ():
             mine = codes[c.start : c.start + c.count]
             pack(mine, c.bits, sections.base(c), sections.residual(c))
         position = POSITION_UNKNOWN if first_token is None else first_token
@@ -166,16 +173,20 @@ class BlockQuantCodec:
             raise CorruptBlockError(f"{self.name}: only {len(payload)} bytes of payload are there")
         raw = self.form.views(row)
         sections = Sections(np.frombuffer(payload, dtype=np.uint8), plan, self.form)
+        passes = self._passes if with_residual else None
         codes = self._codes()
-        for c in plan.classes:
+        for c in plan.classes if passes is None else ():
             mine = codes[c.start : c.start + c.count]
             unpack(sections.base(c), sections.residual(c) if with_residual else None, c.bits, mine)
             if not with_residual and c.residual_bytes:
                 mine += np.uint8((1 << PLANES[c.bits][1]) // 2)
         for box in self._boxes():
             kept = self._kept_sinks(box, sections, header, first_token) if first else None
-            values = self._dequantise(box, plan, sections, codes)
-            values = self._backward(values, box, header, first_token)
+            if passes is not None:
+                values = self._read_compiled(passes, box, plan, sections, header, first_token)
+            else:
+                values = self._dequantise(box, plan, sections, codes)
+                values = self._backward(values, box, header, first_token)
             if first:
                 values[:, : plan.sinks] = kept
             cut = box.cut_view(raw)
@@ -235,6 +246,91 @@ class BlockQuantCodec:
         scales, minima = (view.reshape(mine.shape[0], -1) for view in sections.scales(box))
         values = self._arithmetic.dequantise(mine, scales, minima, per_channel=per_channel)
         return values.reshape(box.units, self.form.tokens, self.form.head_dim)
+
+    def _write_compiled(
+        self,
+        passes: Passes,
+        loaded: Any,
+        box: Box,
+        plan: PayloadPlan,
+        sections: Sections,
+        first_token: int | None,
+        blind: bool,
+    ) -> None:
+        """What `_forward`, `_quantise` and `pack` do, in two compiled passes."""
+        recipe, form, sinks = self.recipe, self.form, plan.sinks
+        per_channel = box.part == 0 and recipe.key_group is not None
+        groups = plan.value_groups if box.part == 1 else plan.key_groups
+        shape = (box.units, groups, form.head_dim) if per_channel else (box.units, 1, form.tokens * groups)
+        low, high = (self._floats(name, shape) for name in ("low", "high"))
+        frequencies = self.frequencies if box.part == 0 and recipe.unrotate else ()
+        cosine, sine = rope_tables(frequencies, first_token or 0, form.tokens)
+        if per_channel:
+            values = np.asarray(loaded)
+            passes.rotate_range(values, cosine, sine, sinks, low, high)
+        else:
+            if frequencies:
+                loaded = self._arithmetic.rotate(loaded, cosine, sine, inverse=True)
+            if box.part == 0 and recipe.subtract_mean and not blind:
+                loaded = self._arithmetic.add(loaded, self._mean_of(box), -1)
+            values, mixed = np.asarray(loaded), self._mixed_in(box)
+            passes.token_range(values, mixed, mixed**-0.5, sinks, low, high)
+        levels = plan.levels[box.unit_index]
+        scales, minima = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
+        drawn_in, broken = range_shares(levels), np.zeros(1, np.bool_)
+        drawn = np.ones_like(levels) if drawn_in is None else drawn_in.reshape(-1)
+        passes.steps(low, high, drawn, np.float32(1 + F16_SLACK) / levels, scales, minima, broken)
+        if broken[0]:
+            raise NotEncodableError(NOT_FINITE)
+        places = (self._first_places if sinks else self._places)[box.unit_index]
+        codes = self._scratch.bytes_of("unit", form.tokens * form.head_dim).reshape(form.tokens, form.head_dim)
+        passes.quantise(values, low, high, levels, per_channel, groups, places, sections.payload, codes)
+        scale_view, minimum_view = sections.scales(box)
+        scale_view[...] = scales.view(np.float16).reshape(scale_view.shape)
+        minimum_view[...] = minima.view(np.float16).reshape(minimum_view.shape)
+
+    def _read_compiled(
+        self,
+        passes: Passes,
+        box: Box,
+        plan: PayloadPlan,
+        sections: Sections,
+        header: Header,
+        first_token: int | None,
+    ) -> Any:
+        """What `unpack`, `_dequantise` and `_backward` do, in one compiled pass and, for recipe M's keys, two more."""
+        recipe, form = self.recipe, self.form
+        per_channel = box.part == 0 and recipe.key_group is not None
+        groups = plan.value_groups if box.part == 1 else plan.key_groups
+        shape = (box.units, groups, form.head_dim) if per_channel else (box.units, 1, form.tokens * groups)
+        steps, least = (view.astype(np.float32).reshape(shape) for view in sections.scales(box))
+        origin = 0 if header.first_token == POSITION_UNKNOWN else header.first_token
+        moved = first_token if first_token is not None and header.first_token != POSITION_UNKNOWN else origin
+        frequencies = self.frequencies if box.part == 0 and recipe.unrotate else ()
+        cosine, sine = rope_tables(frequencies, moved, form.tokens)
+        places = (self._first_places if plan.sinks else self._places)[box.unit_index]
+        codes = self._scratch.bytes_of("unit", form.tokens * form.head_dim).reshape(form.tokens, form.head_dim)
+        values = self._floats("read", (box.units, form.tokens, form.head_dim))
+        mixed = 1 if per_channel else self._mixed_in(box)
+        passes.dequantise(
+            sections.payload, steps, least, per_channel, groups, places, values, codes,
+            cosine, sine, per_channel and recipe.unrotate, mixed, mixed**-0.5,
+        )  # fmt: skip
+        found = self._arithmetic.wrap(values)
+        if box.part == 0 and not per_channel:
+            if recipe.subtract_mean and not header.flags & WITHOUT_MEAN:
+                found = self._arithmetic.add(found, self._mean_of(box), 1)
+            if frequencies:
+                found = self._arithmetic.rotate(found, cosine, sine, inverse=False)
+        return found
+
+    def _mixed_in(self, box: Box) -> int:
+        """Channels a Hadamard rotation mixes in this part; 1 if it does not."""
+        return self.mixed if (self.recipe.hadamard_values if box.part else self.recipe.hadamard_keys) else 1
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> Floats:
+        flat = self._scratch.bytes_of(name, 4 * int(np.prod(shape))).view(np.float32)
+        return flat.reshape(shape)
 
     def _grouped(self, values: Any, box: Box, plan: PayloadPlan, per_channel: bool) -> Any:
         """[units, tokens, d] with the groups of tokens, or of channels, moved to where the arithmetic expects them."""

@@ -107,7 +107,7 @@ class Sections:
     """Views into a payload, by its plan. Writable if the payload is."""
 
     def __init__(self, payload: Bytes, plan: PayloadPlan, form: RowForm) -> None:
-        self._payload, self._plan, self._form = payload, plan, form
+        self.payload, self._plan, self._form = payload, plan, form
         units = (form.layers, form.parts, form.heads)
         self.sinks = payload[: plan.scales_offset].view(form.word).reshape(*units, plan.sinks, form.head_dim)
         keys, values = 2 * plan.key_scales, 2 * plan.value_scales
@@ -125,12 +125,12 @@ class Sections:
 
     def base(self, c: BitsClass) -> Bytes:
         """The base plane of a class, flat."""
-        return self._payload[c.base_offset : c.base_offset + c.base_bytes]
+        return self.payload[c.base_offset : c.base_offset + c.base_bytes]
 
     def residual(self, c: BitsClass) -> Bytes:
         """The residual plane of a class, flat; empty where its bits have none."""
-        return self._payload[c.residual_offset : c.residual_offset + c.residual_bytes]
+        return self.payload[c.residual_offset : c.residual_offset + c.residual_bytes]
 
     def _halfs(self, offset: int, n_bytes: int) -> Halfs:
-        flat = self._payload[offset : offset + n_bytes].view(np.float16)
+        flat = self.payload[offset : offset + n_bytes].view(np.float16)
         return flat.reshape(self._form.layers, self._form.heads, -1)

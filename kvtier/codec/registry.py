@@ -63,7 +63,7 @@ def build_codec(choice: CodecChoice, form: RowForm, calibration: Calibration | N
         raise ConfigError(f"codec {name!r} is not one of {', '.join(NAMES)}")
     if choice.max_kl is not None:
         _require_quality(name, choice, calibration)
-    arithmetic = choose_arithmetic(choice.arithmetic)
+    arithmetic = choose_arithmetic(choice.arithmetic, in_blocks=name in PRESETS or name in KIVI)
     if name in SCALED:
         return ScaledCodec(name, form, arithmetic)
     if form.kind != "kv":

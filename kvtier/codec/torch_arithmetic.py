@@ -28,6 +28,7 @@ from kvtier.codec.arithmetic import (
     require_finite,
 )
 from kvtier.codec.form import Raw
+from kvtier.codec.fused import Passes
 from kvtier.codec.scratch import Scratch
 
 _SIGNED = 128  # torch converts float32 to int8 five times faster than to uint8
@@ -38,9 +39,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class TorchArithmetic:
     """See `kvtier.codec.arithmetic.Arithmetic`; results agree with numpy's to float32 rounding."""
 
-    name = "torch"
-
-    def __init__(self) -> None:
+    def __init__(self, passes: Passes | None = None) -> None:
+        self.name = "torch" if passes is None else "numba"
+        self.passes = passes
         self._scratch = Scratch()
         self._threads = threading.local()
 
@@ -48,6 +49,9 @@ class TorchArithmetic:
         self._use_one_core()
         source = _tensor(raw).view(_DTYPES[dtype])
         return self._floats("values", source.shape).copy_(source)
+
+    def wrap(self, values: Floats) -> Any:
+        return torch.from_numpy(values)
 
     def store(self, values: Any, raw: Raw, dtype: str) -> None:
         if dtype == "float16":

@@ -261,7 +261,7 @@ def test_presets_that_cost_too_much_are_refused_with_the_number() -> None:
         (CodecChoice(name="d4"), RowForm(layers=3, heads=2, tokens=12, head_dim=32), "multiple of 8"),
         (CodecChoice(name="d4"), RowForm(layers=4, heads=2, tokens=64, head_dim=32), "the calibration has"),
         (CodecChoice(name="d4", sensitivity="attention"), SMALL, "no sensitivity"),
-        (CodecChoice(name="d4", arithmetic="numba"), SMALL, "not one of"),
+        (CodecChoice(name="d4", arithmetic="cuda"), SMALL, "not one of"),
     ],
 )
 def test_refusals(choice: CodecChoice, form: RowForm, message: str) -> None:
