@@ -31,8 +31,10 @@ class Gated(MemoryTier):
         super().__init__(ROW, 64, name=name)
         self.gate = threading.Event()
         self.gate.set()
+        self.writing = threading.Event()
 
     def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
+        self.writing.set()
         self.gate.wait(20)
         return super().write(slots, rows, sources)
 
@@ -88,6 +90,7 @@ def test_a_tier_that_hangs_leaves_when_it_lets_go() -> None:
     tier.gate.clear()
     request = engine.open(range(4), 1)
     engine.cache.commit_store(request, engine.compute(request))
+    assert tier.writing.wait(10)
     assert not engine.cache.detach("slow", wait_s=0.05)
     with pytest.raises(ConfigError, match="still ending"):
         engine.cache.attach(Gated())
