@@ -91,6 +91,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Callers of the control endpoint must present it; empty: KVTIER_CONTROL_TOKEN, or none."""
     discover_deadline_s: float = 0.1
     """Longest a request waits to learn what other engines have put into a shared tier."""
+    canary_share: float = 0.0
+    """Share of requests that compute what they could have loaded, to compare it with what is cached."""
     ghost_blocks: int = 200_000
     """Blocks remembered after they left every tier."""
     store_generated: bool = True
@@ -123,6 +125,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for link in self.link_budgets:
             if not re.fullmatch(r"\w+\.(read|write)", link):
                 raise ConfigError(f'link_budgets names {link!r}; write a tier and a direction, such as "nvme.write"')
+        if not 0 <= self.canary_share <= 1:
+            raise ConfigError(f"canary_share is {self.canary_share}; it must be between 0 and 1")
         if not 0 < self.load_deadline_s <= 3600:
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s}; it must be between 0 and 3600 seconds")
         if not -1 <= self.numa_node < 1024:

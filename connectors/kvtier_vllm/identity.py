@@ -63,7 +63,7 @@ def geometry_of(layout: Layout, blocks_per_chunk: int) -> Geometry:
     windows = {
         index: -(-group.window_tokens // size) for index, group in enumerate(layout.groups) if group.window_tokens
     }
-    return Geometry(size, len(layout.groups), windows)
+    return Geometry(size, len(layout.groups), windows, layout.dtype.removeprefix("torch."))
 
 
 def key_space_of(vllm_config: VllmConfig, layout: Layout, config: CacheConfig, blocks_per_chunk: int) -> KeySpace:

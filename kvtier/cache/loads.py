@@ -333,6 +333,7 @@ class Loader:
             request.promoted_from[block] = level.name
         views = [cache.memory_row(int(slot)) for slot in memory_slots]
         promotion.transfer = Transfer(level.tier, source.slots, rows, views, True, urgency, promotion)
+        promotion.transfer.seals, promotion.transfer.memory_slots = cache.seals, memory_slots
         cache.submit(level, promotion.transfer)
 
     def _forget_failed(self, promotion: Promotion, transfer: Transfer) -> None:

@@ -51,6 +51,7 @@ class Mover:
         n = len(transfer.slots)
         transfer.statuses = [RowStatus.CLOSED] * n
         transfer.dropped = np.zeros(n, np.bool_)
+        transfer.damaged = np.zeros(n, np.bool_)
         with self._lock:
             if n == 0 or self._closing:
                 transfer.dropped[:] = True

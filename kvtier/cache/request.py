@@ -72,6 +72,8 @@ class CachedRequest:
     asked: bool = False  # by the engine, after it was looked ahead for
     waited: bool = False  # for a load, at least once
     hints: list[Hint] = field(default_factory=list)  # hold from its end on
+    canary: bool = False
+    compared: set[tuple[int, int]] = field(default_factory=set)  # rows computed to be compared
     started: bool = False
     ended: bool = False
 

@@ -88,12 +88,14 @@ class Storer:
                 wanted.append(row)
         if again:
             self._write_through(request.chain, again, request.context.lossy)
+        wanted += cache.canary.choose(request, again)
         slots = self._reserve(wanted)
         wanted = wanted[: len(slots)]
         granted = dict(zip(wanted, slots.tolist(), strict=True))
         for row, slot in granted.items():
             request.pending[row] = slot
-            self._storing.add((key_at(request.chain, row.block), row.group))
+            if row not in request.compared:
+                self._storing.add((key_at(request.chain, row.block), row.group))
         return [(row, granted[row]) for row in rows if row in granted]
 
     def commit(self, request: CachedRequest, rows: Sequence[RowRef]) -> None:
@@ -102,6 +104,13 @@ class Storer:
         cache = self._cache
         done = sorted(row for row in rows if row in request.pending)
         taken = {row: request.pending.pop(row) for row in done}
+        compared = [row for row in done if row in request.compared]
+        if compared:
+            for row in compared:
+                cache.canary.compare(request, row, taken[row])
+            cache.memory.tier.release(np.array([taken[row] for row in compared], np.int32))
+            done = [row for row in done if row not in request.compared]
+        cache.seals.broken(np.array([taken[row] for row in done], np.int32))
         for row in done:
             self._storing.discard((key_at(request.chain, row.block), row.group))
         for group in cache.group_order:
@@ -216,6 +225,7 @@ class Storer:
         views = [cache.memory_row(int(slot)) for slot in memory_slots]
         below.keys.update((row.key, row.group) for row in ids)
         write.transfer = Transfer(level.tier, slots, ids, views, False, Urgency.STORE, write)
+        write.transfer.seals, write.transfer.memory_slots = cache.seals, memory_slots
         below.writes.append(write)
         cache.submit(level, write.transfer)
 
@@ -228,6 +238,8 @@ class Storer:
         below.keys.difference_update((row.key, row.group) for row in transfer.rows)
         if not below.rows:
             del self._below[write.level]
+        for block in write.blocks[transfer.damaged].tolist():
+            self._drop_damaged(write.chain, block)
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
         if write.generation != self._generation:
             ok[:] = False
@@ -237,3 +249,12 @@ class Storer:
             mine = ok & (write.groups == group)
             if mine.any():
                 write.level.publish(write.chain, group, write.blocks[mine], transfer.slots[mine])
+
+    def _drop_damaged(self, chain: bytes, block: int) -> None:
+        """Memory no longer holds what was sealed: the block and what builds on it go, and nothing was written."""
+        cache = self._cache
+        cache.recorder.add("kvtier_faults", 1, cache.memory.name, RowStatus.CORRUPT.value)
+        for segment in cache.tree.walk(chain).path:
+            if segment.depth <= block < segment.stop:
+                cache.memory.evict_below(segment, block - segment.depth, RowStatus.CORRUPT.value)
+        cache.epoch += 1

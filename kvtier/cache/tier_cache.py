@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvtier.cache.accounting import Accounting
 from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
+from kvtier.cache.canary import Canary
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.hinted import Hinted
 from kvtier.cache.level import Level
@@ -25,6 +26,7 @@ from kvtier.cache.look_ahead import LookAhead
 from kvtier.cache.mover import Mover, Transfer, Urgency
 from kvtier.cache.recovery import rebuild
 from kvtier.cache.request import CachedRequest, LoadPlan
+from kvtier.cache.seals import Seals
 from kvtier.cache.seeker import Seeker
 from kvtier.cache.stores import RowRef, Storer
 from kvtier.cache.traffic import Traffic
@@ -53,10 +55,14 @@ _WATCH_S = 0.5
 class Geometry:
     """What the engine's blocks look like to the cache: tokens a block, groups, and which of them are windows.
 
-    `windows` maps a group to its window in blocks; all other groups need whole prefixes.
+    `windows` maps a group to its window in blocks; all other groups need whole prefixes. `dtype` names the elements of
+    a row, if it is all of one type ("bfloat16"): canaries compare values rather than bytes then.
     """
 
-    def __init__(self, block_tokens: int, groups: int = 1, windows: dict[int, int] | None = None) -> None:
+    def __init__(
+        self, block_tokens: int, groups: int = 1, windows: dict[int, int] | None = None, dtype: str = ""
+    ) -> None:
+        self.dtype = dtype
         self.block_tokens = block_tokens
         self.groups = groups
         self.window_groups = tuple(sorted((windows or {}).items()))
@@ -90,6 +96,7 @@ class TierCache:
         self.prefill = PrefillModel()
         self.traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in lower])
         self.memory_row = memory_row
+        self.seals = Seals(memory.stats().capacity_rows)
         self.mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets, self.clock.now)
         self.epoch = 0
         self._watch_at_s = float("-inf")
@@ -103,6 +110,7 @@ class TierCache:
         self._leaving = Leaving(self.tree)
         self.group_order = self.memory.group_order
         self.seeker = Seeker(self)
+        self.canary = Canary(self, config.canary_share, geometry.dtype)
         self.loader = Loader(self)
         self.storer = Storer(self)
         self.watch = Watch(self.memory, self.traffic, self.recorder)
@@ -124,6 +132,7 @@ class TierCache:
         known = self.tree.walk(chain).blocks
         path = self.tree.insert(chain)
         request = CachedRequest(context, chain, known)
+        request.canary = self.canary.drawn(request)
         self._live.add(request)
         self.traffic.arrived()
         now = self.clock.now()
@@ -146,6 +155,9 @@ class TierCache:
 
         Leases what it promises. Safe to call again: while nothing changed it answers from memory.
         """
+        if self.canary.declines(request):
+            self._accounting.looked_up(request, start)
+            return LoadPlan(start, 0, np.zeros((0, self.groups), np.uint8), self.epoch)
         if request.asking and self.seeker.awaits(request, start):
             return None
         plan = None if self.look_ahead.asked(request) else request.plan

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cache.seals import Seals
 from kvtier.tiers.addresses import round_up
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.protocol import RowId, RowStatus, Tier
@@ -51,6 +52,10 @@ class Transfer:
     # For views that their owner may take back at any time: the tier moves bytes of buffers of ours, and these are
     # touched only while `pages` admits it.
     pages: InFlight | None = None
+    # Where the rows are in memory, and what seals them there; rows found damaged there are marked, and not written.
+    seals: Seals | None = None
+    memory_slots: Slots = field(default_factory=lambda: np.zeros(0, np.int32))
+    damaged: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -102,18 +107,45 @@ class Call:
         views = [view for transfer, part in parts for view in transfer.views[part]]
         if first.pages is not None:
             views = scratch.rows(len(rows), first.tier.row_bytes)
-        taken = self._exchange(views, None) if not first.read else [True] * len(rows)
-        try:
-            if not all(taken):
-                raise InterruptedError("the pages to write were taken back")
-            answer = (first.tier.read if first.read else first.tier.write)(slots, rows, views)
-        except Exception:  # noqa: BLE001 - thread boundary: a tier that breaks its contract costs misses, not the engine
-            answer = []
-        statuses = answer if len(answer) == len(rows) else [RowStatus.IO_ERROR] * len(rows)
         if first.read:
+            statuses = _ask(first.tier.read, slots, rows, views)
             landed = self._exchange(views, statuses)
             statuses = [s if there else RowStatus.CLOSED for s, there in zip(statuses, landed, strict=True)]
+            self._seal(statuses)
+            return statuses
+        taken = self._exchange(views, None)
+        fit = [i for i, (there, intact) in enumerate(zip(taken, self._intact(), strict=True)) if there and intact]
+        if len(fit) == len(rows):
+            return _ask(first.tier.write, slots, rows, views)
+        written = _ask(first.tier.write, slots[fit], [rows[i] for i in fit], [views[i] for i in fit]) if fit else []
+        statuses = [RowStatus.CLOSED if not there else RowStatus.CORRUPT for there in taken]
+        for i, status in zip(fit, written, strict=True):
+            statuses[i] = status
         return statuses
+
+    def _seal(self, statuses: Sequence[RowStatus]) -> None:
+        """Rows that arrived in memory verified are sealed."""
+        at = 0
+        for chunk in self.chunks:
+            transfer, n = chunk.transfer, chunk.stop - chunk.start
+            if transfer.seals is not None:
+                good = [chunk.start + i for i in range(n) if statuses[at + i] is RowStatus.OK]
+                transfer.seals.set(transfer.memory_slots[good], [transfer.views[i] for i in good])
+            at += n
+
+    def _intact(self) -> list[bool]:
+        """Which rows memory still holds as they were sealed; marks those that are not."""
+        answers: list[bool] = []
+        for chunk in self.chunks:
+            transfer, part = chunk.transfer, slice(chunk.start, chunk.stop)
+            if transfer.seals is None:
+                answers += [True] * (chunk.stop - chunk.start)
+                continue
+            intact = transfer.seals.intact(transfer.memory_slots[part], transfer.views[part])
+            transfer.damaged[part] = [not whole for whole in intact]
+            transfer.dropped[part] |= transfer.damaged[part]  # memory's fault: the tier was not asked
+            answers += intact
+        return answers
 
     def _exchange(self, views: Sequence[memoryview], statuses: Sequence[RowStatus] | None) -> list[bool]:
         """Copy between our buffers and pages that others own, where those are still ours to touch: out of the pages, or
@@ -134,6 +166,19 @@ class Call:
                 done += [ours] * n
             at += n
         return done
+
+
+def _ask(
+    verb: Callable[[Slots, Sequence[RowId], Sequence[memoryview]], list[RowStatus]],
+    slots: Slots,
+    rows: Sequence[RowId],
+    views: Sequence[memoryview],
+) -> list[RowStatus]:
+    try:
+        answer = verb(slots, rows, views)
+    except Exception:  # noqa: BLE001 - thread boundary: a tier that breaks its contract costs misses, not the engine
+        answer = []
+    return answer if len(answer) == len(rows) else [RowStatus.IO_ERROR] * len(rows)
 
 
 class Scratch:

@@ -64,6 +64,7 @@ class MissReason(Enum):
     DECLINED_CONSERVATIVE = "declined_conservative"
     TIER_DOWN = "tier_down"
     RESET = "reset"
+    CANARY = "canary"  # computed on purpose, to be compared with what is cached
 
 
 class RoleSpan(msgspec.Struct, frozen=True):

@@ -79,6 +79,14 @@ TABLE: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_codec_refused", Kind.COUNTER, "Rows a codec could not write down or read back.", ("tier", "reason")
     ),
+    MetricDef("kvtier_canaries", Kind.COUNTER, "Cached rows computed again, by how they compared.", ("outcome",)),
+    MetricDef(
+        "kvtier_canary_error",
+        Kind.HISTOGRAM,
+        "Relative error of a cached row against the one computed again.",
+        (),
+        (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0),
+    ),
     MetricDef("kvtier_resident_bytes", Kind.GAUGE, "Bytes of published rows.", ("tier",)),
     MetricDef("kvtier_capacity_bytes", Kind.GAUGE, "Cap of the tier.", ("tier",)),
     MetricDef("kvtier_medium_bytes", Kind.GAUGE, "Bytes the tier occupies on its medium.", ("tier",)),
