@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -25,6 +26,7 @@ from kvtier.tiers.open import SHARED_TIERS, Share, Site, configured_tiers, open_
 from kvtier_sglang import hooks, metrics
 from kvtier_sglang.above import pages_above
 from kvtier_sglang.compat import check_version, refuse_adapters_without_names, server_settings
+from kvtier_sglang.encoding import encodings
 from kvtier_sglang.identity import key_space_of, layout_of, updated_weights
 from kvtier_sglang.options import cache_config
 from kvtier_sglang.pages import HostPages
@@ -62,7 +64,9 @@ class KVTierStorage(HiCacheStorage):
         self._base_space = self._space = key_space_of(self._storage_config, layout, self._config)
         geometry = Geometry(self._pages.page_tokens, self._pages.groups)
         site = site_of(self._config, self._storage_config, self._space, layout.digest, layout.row_bytes)
-        tiers, missing = open_lower_tiers(site)
+        pages, dtype = self._pages, str(mem_pool_host.dtype).removeprefix("torch.")
+        codecs = encodings(self._config, layout.row_bytes, pages.groups, pages.page_tokens, dtype)
+        tiers, missing = open_lower_tiers(replace(site, encodings=codecs))
         self.cache = StorageCache(self._config, geometry, tiers)
         for name in missing:
             self.cache.recorder.add("kvtier_faults", 1, name, "not_opened")

@@ -11,12 +11,14 @@ from examples.demo.engine import DemoEngine
 ANSWER_TOKENS = 32
 
 
-def keep(model: str, kvtier: dict[str, Any]) -> dict[str, Any]:
-    """Bring the document in with an opening question; the bytes that lie in the nvme tier afterwards."""
+def keep(model: str, kvtier: dict[str, Any], questions: list[str]) -> dict[str, Any]:
+    """Bring the document in with an opening question; the bytes that lie in the nvme tier afterwards, and the answers
+    of this process, which computed the document itself."""
     with DemoEngine(model, kvtier=kvtier, prefix_caching=True, dtype="bfloat16") as engine:
-        [opening] = document_prompts(engine.tokenizer, [OPENING_QUESTION])
+        opening, *prompts = document_prompts(engine.tokenizer, [OPENING_QUESTION, *questions])
         engine.ask(opening, 1)
-        return {"bytes": engine.bytes_kept()}
+        kept = engine.bytes_kept()
+        return {"bytes": kept, "answers": [asdict(engine.ask(prompt, ANSWER_TOKENS)) for prompt in prompts]}
 
 
 def answer(model: str, kvtier: dict[str, Any], questions: list[str]) -> dict[str, Any]:

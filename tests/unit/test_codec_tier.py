@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +17,38 @@ from kvtier.errors import ConfigError
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.rows import chain_rows
 from kvtier.tiers.codec_tier import ChainPositions, CodecTier, codec_identity, encoded_row_bytes
+from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.pool import PoolTier
+from kvtier.tiers.pool.client import MooncakeClient, PoolOptions
 from kvtier.tiers.protocol import RowId, RowStatus, Tier
+from kvtier.tiers.shared_fs import SharedFsTier
+from tests.pool_rig import needs_mooncake, running_pool
 from tests.unit.codec_rows import SMALL, calibration_of, numbers_in, relative_error, row_of, values_of
+
+
+def pool_tier(client: MooncakeClient, row_bytes: int) -> PoolTier:
+    return PoolTier(
+        PoolOptions(master="unused"), os.urandom(32), "layout", row_bytes, handles=ROWS, connect=lambda _: client
+    )
+
 
 CODECS = {name: build_codec(CodecChoice(name=name), SMALL, calibration_of(SMALL, gates={})) for name in NAMES}
 ROWS = 12
 
 
-@pytest.fixture(params=["memory", "dram", "nvme"])
+@pytest.fixture(scope="module")
+def pool_client() -> Iterator[MooncakeClient]:
+    """A pool on loopback, and one client for all tiers: joining and leaving take a second each."""
+    with running_pool() as running:
+        client = MooncakeClient(PoolOptions(master=running.address, host="127.0.0.1"))
+        leave, client.close = client.close, lambda: None  # type: ignore[method-assign]
+        yield client
+        leave()
+
+
+@pytest.fixture(params=["memory", "dram", "cxl", "nvme", "shared_fs", pytest.param("pool", marks=needs_mooncake)])
 def make_inner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Tier]]:
     made: list[Tier] = []
 
@@ -36,6 +59,13 @@ def make_inner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
             "nvme": lambda: NvmeTier(
                 str(tmp_path), b"\7" * 32, "layout", row_bytes, 400_000 + 2 * ROWS * (row_bytes + 8192)
             ),
+            "cxl": lambda: CxlTier(
+                str(tmp_path / "cxl"), b"\7" * 32, "layout", row_bytes, (4 << 20) + ROWS * (row_bytes + 4224)
+            ),
+            "shared_fs": lambda: SharedFsTier(
+                str(tmp_path), b"\7" * 32, "layout", row_bytes, (4 << 20) + 2 * ROWS * (row_bytes + 40_960)
+            ),
+            "pool": lambda: pool_tier(request.getfixturevalue("pool_client"), row_bytes),
         }
         made.append(kinds[request.param]())
         return made[-1]

@@ -216,3 +216,19 @@ def test_a_lossy_tier_serves_only_those_who_accept_it(codec: str, lossy: bool, r
     # Even a row that did get there, under the very same key, is not read by an exact request.
     assert ask(False) == (4 if reaches and codec != "int8" else 0)
     cache.close()
+
+
+def test_below_sglang_only_lossless_codecs() -> None:
+    from kvtier_sglang.encoding import encodings as sglang_encodings
+
+    def made(codec: str, dtype: str = "bfloat16") -> dict[str, Encoding]:
+        return sglang_encodings(CacheConfig(codecs={"nvme": codec}), 32_768, 2, 64, dtype)
+
+    assert made("raw") == {}
+    encoding = made("zstd")["nvme"]
+    assert encoding.lossless
+    assert encoding.row_bytes == int(ZSTD_SHARE * 32_768)
+    assert sorted(encoding.codecs) == [0, 1]
+    assert made("zstd", "float8_e4m3fn")["nvme"].row_bytes > 32_768  # bytes, of which zstd finds nothing to save
+    with pytest.raises(ConfigError, match="a page is not of one request"):
+        made("int8")
