@@ -2,7 +2,8 @@
 
 Everything returns numbers; what they mean here is what Mooncake Store 0.3.13 was seen to do, not what it documents: a
 get of an object that is not there is -704, of one whose owner died or stopped -800 (after its timeout), with the master
-gone -900 or -901; a put without room is -200. All calls block and release the GIL.
+gone -900 or -901; a put without room is -200. All calls
+block; all but joining and leaving release the GIL.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ NOT_THERE = frozenset({-704, -706, -713})
 """No such object, or none that is readable yet."""
 NO_ROOM = frozenset({-200, -201})
 
-# Mooncake's own defaults let a call wait 30 s for a master and 60 s for an owner that stopped; with these it is 5 and
-# about 15 s. What is set in the process's environment goes first.
-_TIMEOUTS = {"MC_RPC_TIMEOUT_MS": "5000", "MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TCP_STATUS_TIMEOUT_SEC": "5"}
+# Mooncake's own defaults let a call wait 30 s for a master and 60 s for an owner that stopped, and the start 100 s.
+# With these it is 2, about 11 and 2 s. What is set in the process's environment goes first.
+_TIMEOUTS = {
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+}
 
 
 class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
