@@ -67,6 +67,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Copies the pool keeps of each row."""
     policy: str = "kvtier"
     """Which eviction policy orders what leaves a tier."""
+    hbm_policy: str = "engine"
+    """What leaves the device first: "kvtier" (the order of `policy`) or "engine" (the engine's own order)."""
     gate: bool = True
     """Decline loads that are slower than recomputing."""
     io_threads: int = 4
@@ -127,6 +129,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(f'link_budgets names {link!r}; write a tier and a direction, such as "nvme.write"')
         if not 0 <= self.canary_share <= 1:
             raise ConfigError(f"canary_share is {self.canary_share}; it must be between 0 and 1")
+        if self.hbm_policy not in ("kvtier", "engine"):
+            raise ConfigError(f'hbm_policy is {self.hbm_policy!r}; write "kvtier" or "engine"')
         if not 0 < self.load_deadline_s <= 3600:
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s}; it must be between 0 and 3600 seconds")
         if not -1 <= self.numa_node < 1024:

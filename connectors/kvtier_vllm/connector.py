@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_vllm.compat import check_version
+from kvtier_vllm.device import Device, watch_device
 from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.options import cache_config
 from kvtier_vllm.plugin import SPEC
@@ -46,6 +49,7 @@ class KVTierConnector(OffloadingConnector):
             building.reset(token)
         self._steps: deque[tuple[float, Sequence[Span]]] = deque(maxlen=8)
         self._last_output_s = 0.0
+        self._device: Device | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -61,12 +65,18 @@ class KVTierConnector(OffloadingConnector):
 
     # --- scheduler side -----------------------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._device = watch_device(gpu_block_pool, self.manager, self._vllm_config)
+
     def on_new_request(self, request: Request) -> None:
         self.manager.announce(request)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         manager = self.manager
+        if self._device is not None:
+            self._device.before_admission()
         tracked = manager.tracked(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -84,6 +94,12 @@ class KVTierConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._time_step()
         super().update_connector_output(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        # The last thing vLLM asks for after it freed what the step no longer needs.
+        if self._device is not None:
+            self._device.after_step()
+        return super().take_events()
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

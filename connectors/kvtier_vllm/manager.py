@@ -95,7 +95,8 @@ class KVTierManager(OffloadingManager):
         self._markers = markers
         self._needs_roles = cache.config.policy == "beta16"
         self._key_space = key_space
-        self._group_column = {group_id: column for column, group_id in enumerate(group_ids)}
+        self.blocks_per_chunk = blocks_per_chunk
+        self.group_columns = {group_id: column for column, group_id in enumerate(group_ids)}
         self._chunk_tokens = cache.block_tokens
         self._hashes_per_chunk = cache.block_tokens // tokens_per_hash
         self._adapters: dict[tuple[int, str, str], KeySpace] = {}
@@ -115,6 +116,11 @@ class KVTierManager(OffloadingManager):
         """What is known of a running request."""
         return self._tracked.get(request_id)
 
+    def chain_of(self, tracked: Tracked) -> bytes:
+        """Keys of all blocks the request has filled by now."""
+        self._grow(tracked)
+        return tracked.cached.chain
+
     @_locked
     def plan(self, tracked: Tracked, computed_tokens: int) -> bool:
         """Look up what can be loaded after the device's own hit. False: still on its way, ask again next step."""
@@ -128,6 +134,8 @@ class KVTierManager(OffloadingManager):
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
             tracked.outcome = outcome_of(request, self.cache.clock.now(), self._markers)
+            self._grow(tracked)
+            self.cache.finish(tracked.cached, tracked.outcome)
 
     # --- OffloadingManager --------------------------------------------------------------------------------------
 
@@ -249,7 +257,7 @@ class KVTierManager(OffloadingManager):
         if row is None:
             end_token = req_context.get_offload_key_position(key)
             assert end_token is not None
-            column = self._group_column[int.from_bytes(key[-4:], "big")]
+            column = self.group_columns[int.from_bytes(key[-4:], "big")]
             row = tracked.rows[key] = RowRef(end_token // self._chunk_tokens - 1, column)
         return row
 

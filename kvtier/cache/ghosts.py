@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvtier.cache.level import Level
+from kvtier.index.residency import Residency
 from kvtier.index.tree import PrefixTree, Segment
 
 
 class Ghosts:
     """Bounds the tree: at most `cap_blocks` blocks beyond what the levels can hold. One control thread."""
 
-    def __init__(self, tree: PrefixTree, levels: Callable[[], Sequence[Level]], cap_blocks: int) -> None:
+    def __init__(self, tree: PrefixTree, residencies: Callable[[], Sequence[Residency]], cap_blocks: int) -> None:
         self._tree = tree
-        self._levels = levels
+        self._residencies = residencies
         self._cap_blocks = cap_blocks
         self._order: OrderedDict[int, Segment] = OrderedDict()
         tree.listen(self)
@@ -30,8 +30,8 @@ class Ghosts:
 
     def prune(self) -> None:
         """Forget the oldest ghosts until the tree is within its bound. Amortised O(1) a visit."""
-        levels = self._levels()
-        cap = self._cap_blocks + sum(level.residency.capacity_rows for level in levels)
+        residencies = self._residencies()
+        cap = self._cap_blocks + sum(residency.capacity_rows for residency in residencies)
         if self._tree.blocks <= cap:
             return
         target = cap - cap // 16
@@ -39,7 +39,7 @@ class Ghosts:
             if self._tree.blocks <= target:
                 return
             if not segment.children:
-                self._tree.truncate(segment, max(level.residency.extent(segment) for level in levels))
+                self._tree.truncate(segment, max(residency.extent(segment) for residency in residencies))
 
     def on_create(self, segment: Segment) -> None:
         self._order[segment.id] = segment

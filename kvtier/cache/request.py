@@ -75,6 +75,7 @@ class CachedRequest:
     canary: bool = False
     compared: set[tuple[int, int]] = field(default_factory=set)  # rows computed to be compared
     started: bool = False
+    finished: bool = False
     ended: bool = False
 
     @property

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvtier.cache.accounting import Accounting
 from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.canary import Canary
+from kvtier.cache.device import DeviceView
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.hinted import Hinted
 from kvtier.cache.level import Level
@@ -35,7 +36,7 @@ from kvtier.clock import Clock, MonotonicClock
 from kvtier.codec.registry import LOSSLESS
 from kvtier.config import CacheConfig
 from kvtier.errors import IntegrityError
-from kvtier.index.residency import ABSENT
+from kvtier.index.residency import ABSENT, Residency
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.keys import Chain
 from kvtier.model.request import Outcome, RequestContext
@@ -109,6 +110,7 @@ class TierCache:
         self.lower = by_cost(level for level, _ in found)
         self._leaving = Leaving(self.tree)
         self.group_order = self.memory.group_order
+        self.device: DeviceView | None = None
         self.seeker = Seeker(self)
         self.canary = Canary(self, config.canary_share, geometry.dtype)
         self.loader = Loader(self)
@@ -117,7 +119,7 @@ class TierCache:
         self.hinted = Hinted(self, HintLimits(pin_bytes_per_client=config.hint_pin_bytes))
         self.look_ahead = LookAhead(self)
         self.memory.relieve = self.hinted.relieve
-        self._ghosts = Ghosts(self.tree, lambda: [self.memory, *self.lower, *self._leaving.levels], config.ghost_blocks)
+        self._ghosts = Ghosts(self.tree, self._residencies, config.ghost_blocks)
         self._accounting = Accounting(self)
         self._live: set[CachedRequest] = set()
         for level, rows in found:
@@ -137,8 +139,8 @@ class TierCache:
         self.traffic.arrived()
         now = self.clock.now()
         self.forecast.on_arrival(path, context, now)
-        for level in (self.memory, *self.lower):
-            level.policy.on_arrival(path, context, now)
+        for policy in self._policies():
+            policy.on_arrival(path, context, now)
         self._ghosts.visited(path)
         self.hinted.arrived(request)
         self.look_ahead.arrived(request)
@@ -226,16 +228,41 @@ class TierCache:
         self.loader.release_hold(request)
         self._let_go(request)
         self._accounting.ended(request, outcome)
-        path = self.tree.insert(request.chain)
-        now = self.clock.now()
-        self.forecast.on_finish(path, request.context, outcome, now)
-        for level in (self.memory, *self.lower):
-            level.policy.on_finish(path, request.context, outcome, now)
-        self._ghosts.visited(path)
+        self.finish(request, outcome)
         self._ghosts.prune()
         self.hinted.started(request)
         self.hinted.ended(request)
         self.look_ahead.started(request)
+
+    def finish(self, request: CachedRequest, outcome: Outcome) -> None:
+        """The request will generate nothing more: its forecast starts here. `close_request` does this too; an engine
+        that frees a request's blocks before it may be closed says so first."""
+        if request.finished:
+            return
+        request.finished = True
+        path = self.tree.insert(request.chain)
+        now = self.clock.now()
+        self.forecast.on_finish(path, request.context, outcome, now)
+        for policy in self._policies():
+            policy.on_finish(path, request.context, outcome, now)
+        self._ghosts.visited(path)
+
+    # --- the device ---------------------------------------------------------------------------------------------
+
+    def attach_device(self, blocks: int, columns: int, row_bytes: int, in_use: Callable[[int], bool]) -> DeviceView:
+        """From now on the engine's own pool is a tier of its own: see `DeviceView` for the arguments."""
+
+        def policy(view: TierView) -> EvictionPolicy:
+            return make_policy(self.config.policy, view, self.forecast)
+
+        view = DeviceView(self.tree, blocks, columns, row_bytes, in_use, policy, self.clock, self.recorder)
+        self.device = view
+        return view
+
+    def protect(self, segments: Sequence[Segment], until_s: float) -> bool:
+        """Keep these segments on the device until then, as far as the engine's order of eviction can: a request in the
+        queue needs them, or a hint says so. False if there is no device view or too much is protected already."""
+        return self.device is not None and self.device.protect(segments, until_s)
 
     # --- every step ---------------------------------------------------------------------------------------------
 
@@ -294,6 +321,8 @@ class TierCache:
         """Write every gauge to the recorder."""
         for level in (self.memory, *self.lower):
             level.gauges()
+        if self.device is not None:
+            self.device.gauges()
         for direction, rows in self.mover.rows_waiting.items():
             self.recorder.set("kvtier_queue_depth", rows, direction)
         self.traffic.gauges()
@@ -409,6 +438,14 @@ class TierCache:
         if not request.started and not request.ended:
             begin = np.array([(plan.start + plan.blocks) * self.block_tokens])
             self.traffic.waits(request, float(self.prefill.seconds_from(begin, request.context.prompt_tokens)[0]))
+
+    def _policies(self) -> list[EvictionPolicy]:
+        below = [level.policy for level in (self.memory, *self.lower)]
+        return below if self.device is None else [*below, self.device.policy]
+
+    def _residencies(self) -> list[Residency]:
+        below = [level.residency for level in (self.memory, *self.lower, *self._leaving.levels)]
+        return below if self.device is None else [*below, self.device.residency]
 
     def _let_go(self, request: CachedRequest) -> None:
         """Forget a request that ended and has no job of the engine under way: a reset voids those that have."""

@@ -125,6 +125,20 @@ class Residency:
         self._refresh(segment)
         return gone
 
+    def withdraw(self, segment: Segment, offsets: npt.NDArray[np.intp], groups: npt.NDArray[np.intp]) -> None:
+        """Forget single rows, wherever they lie: their medium, which is not ours, took them. Rows that are absent are
+        ignored. Only where holes are allowed."""
+        slots = self._slots.get(segment.id)
+        if slots is None:
+            return
+        self._resident_rows -= int(np.count_nonzero(slots[offsets, groups] != ABSENT))
+        slots[offsets, groups] = ABSENT
+        self._refresh(segment)
+
+    def held(self, segment: Segment) -> Slots:
+        """Slots of the segment's blocks: (length, groups), -1 where absent; empty if nothing is resident. A view."""
+        return self._slots.get(segment.id, np.empty((0, self.groups), np.int32))
+
     def pin(self, slots: Slots) -> None:
         """Hold rows: they stay where they are until unpinned as often as pinned. Slots must be distinct."""
         self._pins[slots] += 1

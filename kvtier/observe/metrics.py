@@ -44,6 +44,7 @@ TABLE: tuple[MetricDef, ...] = (
     ),
     MetricDef("kvtier_blocks_stored", Kind.COUNTER, "Rows published by tier.", ("tier",)),
     MetricDef("kvtier_evictions", Kind.COUNTER, "Rows dropped by tier and reason.", ("tier", "reason")),
+    MetricDef("kvtier_hbm_steered", Kind.COUNTER, "Device blocks moved to where the engine takes blocks next."),
     MetricDef("kvtier_faults", Kind.COUNTER, "Rows a tier failed to move, by reason.", ("tier", "reason")),
     MetricDef("kvtier_stores_refused", Kind.COUNTER, "Rows not admitted, by tier and reason.", ("tier", "reason")),
     MetricDef("kvtier_gate_decisions", Kind.COUNTER, "Loads by what the gate chose: all, part, none.", ("decision",)),
