@@ -31,7 +31,7 @@ from kvtier.cache.traffic import Traffic
 from kvtier.cache.visits import Question, Visits
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import CacheConfig
-from kvtier.index.residency import ABSENT
+from kvtier.index.residency import ABSENT, Residency
 from kvtier.index.tree import PrefixTree
 from kvtier.model.keys import KEY_BYTES, chain_length
 from kvtier.model.request import MissReason
@@ -69,7 +69,7 @@ class StorageCache:
         self._leaving = Leaving(self.tree)
         self._writing: defaultdict[Level, set[tuple[bytes, int]]] = defaultdict(set)
         self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens)
-        self._ghosts = Ghosts(self.tree, lambda: [*self.levels, *self._leaving.levels], config.ghost_blocks)
+        self._ghosts = Ghosts(self.tree, self._residencies, config.ghost_blocks)
         self._mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets)
         self._lock = threading.Lock()
         self._inquiry = Inquiry(self.levels, self.clock, self.recorder, geometry, config)
@@ -458,6 +458,9 @@ class StorageCache:
         kept = rebuild(self.tree, level, rows) - level.spare(level.residency.capacity_rows)
         self.recorder.add("kvtier_recovered_rows", kept, level.name)
         return kept
+
+    def _residencies(self) -> list[Residency]:
+        return [level.residency for level in (*self.levels, *self._leaving.levels)]
 
     def _level(self, tier: Tier, probe: TierProbe | None = None) -> Level:
         def policy(view: TierView) -> EvictionPolicy:
