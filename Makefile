@@ -48,8 +48,8 @@ soak: env ## Draw new property and fault tests for MINUTES=30, until one fails (
 	@end=$$((SECONDS + 60 * $(MINUTES))); round=1; \
 	while [ $$SECONDS -lt $$end ]; do \
 	  seed=$$RANDOM$$RANDOM; \
-	  $(STEP) "soak round $$round, seed $$seed" env -u CI $(RUN) -m pytest -q --maxfail=1 --hypothesis-seed=$$seed \
-	    tests/property tests/fault tests/contract $(ARGS) || exit $$?; \
+	  $(STEP) "soak round $$round, seed $$seed" env -u CI KVTIER_SOAK=1 $(RUN) -m pytest -q --maxfail=1 --hypothesis-seed=$$seed \
+	    tests/property tests/fault tests/contract tests/sim/test_soak.py $(ARGS) || exit $$?; \
 	  round=$$((round + 1)); \
 	done
 
