@@ -81,16 +81,16 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Write-through is dropped, whole suffixes at a time, while more than this is queued."""
     load_deadline_s: float = 5.0
     """Longest a request waits for its blocks before it recomputes."""
+    write_admission: str = "always"
+    """What tiers that wear take: "always" everything, "value" what is worth its wear and room by prices_file."""
+    prices_file: str = ""
+    """JSON file with what GPUs, tiers and wear cost; empty: the defaults."""
     look_ahead: bool = True
     """Move up and protect what requests in the engine's queue need."""
     hint_pin_bytes: int = 0
     """Memory one client may pin by hints; 0: pins are rejected."""
-    control_port: int = 0
-    """Port of the control endpoint (hints, state); 0: none."""
-    control_host: str = "127.0.0.1"
-    """Address the control endpoint listens on; anything but loopback needs control_token."""
-    control_token: str = ""
-    """Callers of the control endpoint must present it; empty: KVTIER_CONTROL_TOKEN, or none."""
+    control: str = ""
+    """Where the control endpoint (hints, state) listens, such as "127.0.0.1:7077"; empty: nowhere."""
     discover_deadline_s: float = 0.1
     """Longest a request waits to learn what other engines have put into a shared tier."""
     canary_share: float = 0.0
@@ -115,6 +115,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Raise it to make everything cached so far unreachable (after changing weights in place)."""
 
     def __post_init__(self) -> None:
+        if self.write_admission not in ("always", "value"):
+            raise ConfigError(f'write_admission is {self.write_admission!r}; choose "always" or "value"')
         for name, low, high in (
             ("io_threads", 2, 256),
             ("chunk_bytes", 1 << 12, 1 << 26),

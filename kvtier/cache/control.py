@@ -15,11 +15,10 @@ from contextlib import contextmanager
 
 from kvtier.cache.tier_cache import TierCache
 from kvtier.errors import HintError
-from kvtier.observe.endpoint import ControlServer
+from kvtier.observe.endpoint import TOKEN_VARIABLE, ControlServer, parse_address
 from kvtier.place.hint_message import parse_hints
 from kvtier.place.hints import Hint
 
-TOKEN_VARIABLE = "KVTIER_CONTROL_TOKEN"
 _PATIENCE_S = 5.0
 _BEAT_S = 0.1
 _MOST_MESSAGES = 1000
@@ -34,11 +33,11 @@ class Control:
         self._closing = threading.Event()
         self._timekeeper: threading.Thread | None = None
         self.server: ControlServer | None = None
-        config = cache.config
-        if config.control_port:
-            token = config.control_token or os.environ.get(TOKEN_VARIABLE, "")
+        if cache.config.control:
+            host, port = parse_address(cache.config.control)
             routes = {"POST /v1/hints": self._hints, "GET /v1/state": self._state}
-            self.server = ControlServer(config.control_host, config.control_port + port_offset, token, routes)
+            # From the environment: an engine prints its configuration.
+            self.server = ControlServer(host, port + port_offset, os.environ.get(TOKEN_VARIABLE, ""), routes)
             self.keep_time()
 
     def keep_time(self) -> None:

@@ -124,6 +124,8 @@ class Storer:
             cache.epoch += 1
             cache.count_bytes(cache.memory, "write", len(done), 0.0)
             self._write_through(request.chain, done, request.context.lossy)
+            if request.ended:
+                cache.writing.ended(request, cache.tree.walk(request.chain).path)
 
     def abort(self, request: CachedRequest) -> None:
         """Give back what the request was granted and will never write."""
@@ -171,30 +173,38 @@ class Storer:
     def _write_through(self, chain: bytes, rows: Sequence[RowRef], lossy: bool) -> None:
         """Queue copies of memory rows up to the last of `rows` to every lower level that lacks them: those refused
         earlier, too, without which the new ones could not be published."""
-        cache = self._cache
         stop = max(row.block for row in rows) + 1
+        for level in self._cache.lower:
+            if not self._cache.writing.waits_for_end(level):
+                self.write_down(level, chain, stop, lossy)
+
+    def write_down(self, level: Level, chain: bytes, stop: int, lossy: bool) -> None:
+        """Queue copies of what memory has of the first `stop` blocks and `level` lacks, without a hole before them."""
+        cache = self._cache
+        if level.lossy and not lossy:
+            return
         match = cache.tree.walk(chain)
         memory = cache.memory.residency.slots_of(match)[:stop]
-        for level in cache.lower:
-            if level.lossy and not lossy:
-                continue
-            there = level.residency.slots_of(match)[:stop] != ABSENT
-            wanted = (memory != ABSENT) & ~there
-            writing = self._below[level].keys if level in self._below else ()
-            if writing:
-                for block, group in np.argwhere(wanted).tolist():
-                    if (key_at(chain, block), group) in writing:
-                        wanted[block, group], there[block, group] = False, True
-            for group in cache.closed_groups:
-                holes = np.flatnonzero(~(there | wanted)[:, group])
-                wanted[int(holes[0]) if holes.size else stop :] = False
-            if not wanted.any():
-                continue
-            blocks, groups = np.nonzero(wanted)
-            if cache.usable(level):
-                self._write(level, chain, blocks, groups, memory[blocks, groups])
-            else:
-                cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "tier_down")
+        there = level.residency.slots_of(match)[:stop] != ABSENT
+        wanted = (memory != ABSENT) & ~there
+        writing = self._below[level].keys if level in self._below else ()
+        if writing:
+            for block, group in np.argwhere(wanted).tolist():
+                if (key_at(chain, block), group) in writing:
+                    wanted[block, group], there[block, group] = False, True
+        for group in cache.closed_groups:
+            holes = np.flatnonzero(~(there | wanted)[:, group])
+            wanted[int(holes[0]) if holes.size else stop :] = False
+        if not wanted.any():
+            return
+        blocks, groups = np.nonzero(wanted)
+        if cache.conservative:
+            # Made up for at the next store of this chain: what memory has and the level lacks is looked for each time.
+            cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "conservative")
+        elif cache.usable(level):
+            self._write(level, chain, blocks, groups, memory[blocks, groups])
+        else:
+            cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "tier_down")
 
     def _write(
         self,

@@ -32,6 +32,7 @@ from kvtier.cache.seeker import Seeker
 from kvtier.cache.stores import RowRef, Storer
 from kvtier.cache.traffic import Traffic
 from kvtier.cache.watch import Watch
+from kvtier.cache.writing import Writing
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.codec.registry import LOSSLESS
 from kvtier.config import CacheConfig
@@ -118,6 +119,7 @@ class TierCache:
         self.watch = Watch(self.memory, self.traffic, self.recorder)
         self.hinted = Hinted(self, HintLimits(pin_bytes_per_client=config.hint_pin_bytes))
         self.look_ahead = LookAhead(self)
+        self.writing = Writing(self)
         self.memory.relieve = self.hinted.relieve
         self._ghosts = Ghosts(self.tree, self._residencies, config.ghost_blocks)
         self._accounting = Accounting(self)
@@ -232,6 +234,7 @@ class TierCache:
         self._ghosts.prune()
         self.hinted.started(request)
         self.hinted.ended(request)
+        self.writing.ended(request, path)
         self.look_ahead.started(request)
 
     def finish(self, request: CachedRequest, outcome: Outcome) -> None:

@@ -69,7 +69,9 @@ def send(url: str, token: str, message: object) -> list[dict[str, str]]:
         raise HintError(f"{url} refused it: {_error_of(error)}") from error
     except (OSError, ValueError, KeyError) as error:
         why = getattr(error, "reason", error)
-        raise HintError(f"{url} does not answer as a control endpoint of kvtier: {why}; see control_port") from error
+        raise HintError(
+            f"{url} does not answer as a control endpoint of kvtier: {why}; see the option control"
+        ) from error
 
 
 def _error_of(error: urllib.error.HTTPError) -> str:

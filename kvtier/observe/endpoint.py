@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError
 
+TOKEN_VARIABLE = "KVTIER_CONTROL_TOKEN"
 _MOST_BYTES = 1 << 20
 _PATIENCE_S = 10.0
 
@@ -42,6 +44,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of "127.0.0.1:7077", "[::1]:7077" or ":7077" (loopback). Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f'control is {text!r}; write an address and a port, such as "127.0.0.1:7077"')
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 class ControlServer:
     """Serves `routes` ("GET /v1/state" → function) until closed. Functions are called from the server's threads."""
 
@@ -49,14 +59,12 @@ class ControlServer:
         """Listens at once. Raises ConfigError for an address that cannot be had, or one that needs a token."""
         if not is_loopback(host) and not token:
             raise ConfigError(
-                f"control_host is {host}, which others can reach; set control_token, or listen on 127.0.0.1"
+                f"control listens on {host}, which others can reach; set {TOKEN_VARIABLE}, or listen on 127.0.0.1"
             )
         try:
             self._server = _Server((host, port), token, routes)
         except OSError as error:
-            raise ConfigError(
-                f"control_port {port} on {host} cannot be had: {error.strerror}; choose another"
-            ) from error
+            raise ConfigError(f"control cannot listen on {host}:{port}: {error.strerror}; choose another") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvtier-control", daemon=True)
         self._thread.start()
 
@@ -76,6 +84,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], token: str, routes: Mapping[str, Route]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.token = token
         self.routes = routes
         super().__init__(address, _Handler)

@@ -1,4 +1,4 @@
-"""Placement in a real vLLM on the CPU: slow tiers declined, announced sessions served from memory, all kinds of hints."""
+"""Placement in a real vLLM on the CPU: slow tiers declined, announced sessions served from memory, all hints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_tier_a_hundred_times_too_slow_is_declined_and_costs_nothing(run: RunS
 def test_an_announced_session_is_served_from_memory_and_not_from_below(
     run: RunScenario, tmp_path: Path, tiny_llama: str, hinted: bool
 ) -> None:
-    kvtier = options(tmp_path, dram_bytes="1MiB", gate=False, policy="lru", control_port=free_port())
+    kvtier = options(tmp_path, dram_bytes="1MiB", gate=False, policy="lru", control=f"127.0.0.1:{free_port()}")
     result = run(scenarios.announced_session, model=tiny_llama, tokens=300, hinted=hinted, kvtier=kvtier, engine=POOL)
     assert result["cached"] == 288
     assert tokens_from(result["sources"], "dram" if hinted else "nvme") == 288

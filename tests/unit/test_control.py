@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cache.control import TOKEN_VARIABLE, Control
+from kvtier.cache.control import Control
 from kvtier.cache.tier_cache import Geometry, TierCache
 from kvtier.cli.main import app
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError, HintError
-from kvtier.observe.endpoint import is_loopback
+from kvtier.observe.endpoint import TOKEN_VARIABLE, is_loopback, parse_address
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tiers.dram import DramTier
@@ -34,9 +34,9 @@ def free_port() -> int:
 
 
 class Rig:
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         memory = DramTier.over(np.zeros(32 * ROW, np.uint8), ROW, 32, ROW, checksums=False)
-        config = CacheConfig(dram_bytes=1, policy="lru", io_threads=2, control_port=free_port(), **options)
+        config = CacheConfig(dram_bytes=1, policy="lru", io_threads=2, control=f"{host}:{free_port()}")
         self.cache = TierCache(config, Geometry(16), memory, memory.row, [MemoryTier(ROW, 256, name="nvme")])
         self.engine = FakeEngine(self.cache)
         self.control = Control(self.cache)
@@ -133,14 +133,23 @@ def test_with_a_token_only_its_holders_are_served(monkeypatch: pytest.MonkeyPatc
 
 
 def test_others_can_reach_it_only_with_a_token_and_a_taken_port_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match="control_token"):
-        Rig(control_host="0.0.0.0")
+    with pytest.raises(ConfigError, match=TOKEN_VARIABLE):
+        Rig("0.0.0.0")
     rig = Rig()
     try:
-        with pytest.raises(ConfigError, match=f"control_port {rig.port}"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{rig.port}"):
             Control(rig.cache)
     finally:
         rig.close()
+
+
+def test_addresses_are_read_or_refused() -> None:
+    assert parse_address("10.0.0.1:80") == ("10.0.0.1", 80)
+    assert parse_address("[::1]:7077") == ("::1", 7077)
+    assert parse_address(":7077") == ("127.0.0.1", 7077)
+    for bad in ("7077", "localhost", "localhost:", "localhost:http", "localhost:0", "localhost:65536"):
+        with pytest.raises(ConfigError, match="such as"):
+            parse_address(bad)
 
 
 def test_loopback_is_told_from_other_addresses() -> None:
