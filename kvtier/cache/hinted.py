@@ -171,6 +171,7 @@ class Hinted:
             self._release_keeper(session)
             keeper = self._keepers[session] = _keeper(session, chain)
             keeper.promoted_from = promoted
+        cache.protect(cache.tree.walk(chain).path, max(standing.protected_until_s, standing.pinned_until_s))
         if keeper.plan is not None and keeper.awaited:
             return  # being fetched: it is leased as it lands
         blocks = self._granted_blocks(standing)

@@ -9,7 +9,6 @@ window reaches. When the engine asks, the request is planned anew, and what is u
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtier.cache.mover import Urgency
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 _PLANS_AT_ONCE = 2
 """A plan is a walk of the whole prompt: no step of the engine pays for more than this."""
+_PROTECTED_S = 10.0
+"""So long the device is asked to keep what a waiting request needs, from when it is looked ahead for."""
 _PROMISED_SHARE = 0.5
 """Of memory, at most, leased when another request is looked ahead for: those that run come first."""
 
@@ -31,8 +32,6 @@ class LookAhead:
     def __init__(self, cache: TierCache) -> None:
         self._cache = cache
         self.window = PrefetchWindow()
-        # Told how many leading blocks of a request the device has: those need not move.
-        self.on_device: Callable[[CachedRequest], int] = lambda request: 0
         self._unseen: OrderedDict[CachedRequest, None] = OrderedDict()  # nothing done yet
         self._begun: OrderedDict[CachedRequest, None] = OrderedDict()  # its first object is on its way
         self._ahead: dict[CachedRequest, set[tuple[int, int]]] = {}  # rows read ahead, by request
@@ -93,7 +92,7 @@ class LookAhead:
 
     def _plan(self, request: CachedRequest, most_blocks: int | None) -> bool:
         """Plan ahead, as far as `most_blocks` after what the device has. Whether rows came on their way."""
-        cache, start = self._cache, self.on_device(request)
+        cache, start = self._cache, self._on_device(request)
         before = set(request.awaited)
         request.limit_blocks = None if most_blocks is None else start + most_blocks
         cache.loader.plan(request, start, Urgency.LOOK_AHEAD)
@@ -102,6 +101,21 @@ class LookAhead:
         self._ahead.setdefault(request, set()).update(new)
         cache.recorder.add("kvtier_prefetched_rows", len(new), "look_ahead")
         return bool(new)
+
+    def _on_device(self, request: CachedRequest) -> int:
+        """Leading blocks the device has: they need not move, and are asked to stay."""
+        cache, blocks = self._cache, 0
+        if cache.device is None:
+            return 0
+        path = cache.tree.walk(request.chain).path
+        for n, segment in enumerate(path):
+            extent = cache.device.residency.extent(segment)
+            blocks += extent
+            if extent < segment.length:
+                path = path[: n + 1]
+                break
+        cache.protect(path, cache.clock.now() + _PROTECTED_S)
+        return min(blocks, request.blocks)
 
     def _first_object(self) -> int:
         """Blocks in one call into a tier."""

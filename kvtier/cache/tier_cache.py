@@ -234,7 +234,7 @@ class TierCache:
         self._ghosts.prune()
         self.hinted.started(request)
         self.hinted.ended(request)
-        self.writing.ended(request, path)
+        self.writing.ended(request, self.tree.walk(request.chain).path)
         self.look_ahead.started(request)
 
     def finish(self, request: CachedRequest, outcome: Outcome) -> None:

@@ -158,3 +158,18 @@ def test_it_stops_at_half_of_memory_and_in_conservative_mode() -> None:
         rig.settle()
     assert rig.cache.leases() == 0
     rig.cache.close()
+
+
+def test_what_the_device_has_does_not_move_and_is_asked_to_stay(rig: Rig) -> None:
+    rig.store(0)
+    device = rig.cache.attach_device(64, 1, ROW, lambda block: False)
+    request = rig.engine.open(range(BLOCKS))
+    some = np.arange(4, dtype=np.intp)
+    device.place(request.chain, some, np.zeros(4, np.intp), np.arange(1, 5, dtype=np.int32))
+    for _ in range(3):
+        rig.cache.stepped()
+        rig.settle()
+    assert rig.in_memory(0) == BLOCKS - 4
+    assert device.residency.protected_rows == 4
+    rig.engine.lookup(request, 4)
+    rig.cache.close_request(request, Outcome(finished_s=0.0, stop_reason=StopReason.ABORTED))
