@@ -37,6 +37,11 @@ class HostPages:
         self.groups = 1 if self.staged else len(pieces)
         self.row_bytes = sum(self.piece_bytes) if self.staged else self.piece_bytes[0]
 
+    @property
+    def memory(self) -> list[memoryview]:
+        """The pool's own memory, in which pages lie."""
+        return [memory for _, memory in self._regions]
+
     def batches(self, pages: int) -> list[slice]:
         """Pages [0, pages) in parts small enough that their copies, if any are made, stay within 64 MiB."""
         step = max(1, _STAGING_BYTES // self.row_bytes) if self.staged else max(1, pages)

@@ -22,7 +22,7 @@ from kvtier.cache.tier_cache import Geometry
 from kvtier.config import CacheConfig
 from kvtier.errors import EngineMismatchError
 from kvtier.model.keys import Chain, KeySpace
-from kvtier.tiers.open import SHARED_TIERS, Share, Site, configured_tiers, open_lower_tiers
+from kvtier.tiers.open import SHARED_TIERS, Share, Site, configured_tiers, open_lower_tiers, register_memory
 from kvtier_sglang import hooks, metrics
 from kvtier_sglang.above import pages_above
 from kvtier_sglang.compat import check_version, refuse_adapters_without_names, server_settings
@@ -67,6 +67,8 @@ class KVTierStorage(HiCacheStorage):
         pages, dtype = self._pages, str(mem_pool_host.dtype).removeprefix("torch.")
         codecs = encodings(self._config, layout.row_bytes, pages.groups, pages.page_tokens, dtype)
         tiers, missing = open_lower_tiers(replace(site, encodings=codecs))
+        for memory in self._pages.memory:
+            register_memory(tiers, memory)
         self.cache = StorageCache(self._config, geometry, tiers)
         for name in missing:
             self.cache.recorder.add("kvtier_faults", 1, name, "not_opened")

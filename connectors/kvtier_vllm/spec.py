@@ -25,7 +25,7 @@ from kvtier.errors import ConfigError
 from kvtier.model.layout import Layout
 from kvtier.predict.roles import ChatMarkers
 from kvtier.tiers.dram import DramTier
-from kvtier.tiers.open import Share, Site, open_lower_tiers
+from kvtier.tiers.open import Share, Site, open_lower_tiers, register_memory
 from kvtier_vllm.identity import geometry_of, key_space_of, layout_of
 from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.markers import chat_markers
@@ -127,8 +127,9 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         region._creator = False
         config, layout = self._cache_config, self._layout()
         check_sizes(self._vllm_config, layout)
+        rows = region.create_kv_memoryview().cast("B")
         memory = DramTier.over(
-            region.create_kv_memoryview().cast("B"),
+            rows,
             self.kv_bytes_per_chunk,
             self.num_chunks,
             self.kv_bytes_per_chunk,
@@ -147,6 +148,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         )
         site = Site(config, key_space.digest, layout.digest, self.kv_bytes_per_chunk, self._share(), codecs)
         lower, missing = open_lower_tiers(site)
+        register_memory(lower, rows)
         cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower)
         for name in missing:
             cache.recorder.add("kvtier_faults", 1, name, "not_opened")

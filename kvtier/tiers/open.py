@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -193,6 +193,15 @@ def open_lower_tiers(
         elif outcome is not None:
             tiers.append(outcome)
     return Opened(tiers, missing)
+
+
+def register_memory(tiers: Sequence[Tier], memory: memoryview) -> None:
+    """Tell the tiers that can use it where the engine's rows lie: a network card reads and writes them there without a
+    copy. A card that refuses (a low memlock limit) costs copies, not the tier."""
+    for tier in tiers:
+        register = getattr(tier, "register", None)
+        if register is not None and not register(memory):
+            logger.warning("kvtier: %s copies rows, their memory could not be registered; raise ulimit -l", tier.name)
 
 
 class _Opening:

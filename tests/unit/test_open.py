@@ -11,7 +11,7 @@ import pytest
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tiers.open import Share, Site, configured_tiers, open_lower_tiers
+from kvtier.tiers.open import Share, Site, configured_tiers, open_lower_tiers, register_memory
 from kvtier.tiers.protocol import Tier
 
 
@@ -85,3 +85,19 @@ def test_a_wrong_option_stops_the_start_and_closes_what_had_opened() -> None:
     with pytest.raises(ConfigError, match="raise it"):
         open_lower_tiers(site(), {"good": lambda _: Other(16, 4), "wrong": wrong})
     assert closed.wait(10)
+
+
+def test_memory_is_told_to_the_tiers_that_can_use_it(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+
+    class Card(MemoryTier):
+        def register(self, memory: memoryview) -> bool:
+            told.append(memory.nbytes)
+            return memory.nbytes < 100
+
+    tiers = [MemoryTier(16, 4), Card(16, 4, name="pool")]
+    register_memory(tiers, memoryview(bytes(64)))
+    assert not caplog.records
+    register_memory(tiers, memoryview(bytes(128)))
+    assert told == [64, 128]
+    assert "raise ulimit -l" in caplog.text

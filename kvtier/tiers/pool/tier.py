@@ -68,8 +68,9 @@ class PoolTier:
         self._shortfall_lock = threading.Lock()
 
     def register(self, memory: memoryview) -> bool:
-        """Let rows in `memory` go over RDMA without a copy; False if the network card refuses, and they are copied."""
-        return self._staging.register(memory)
+        """Let rows in `memory` go over RDMA without a copy; False if the network card refuses, and they are copied. TCP
+        needs none of this."""
+        return self._options.protocol == "tcp" or self._staging.register(memory)
 
     # ---- control thread
 
