@@ -11,10 +11,14 @@ import itertools
 import random
 from collections.abc import Sequence
 
+from kvtier.index.tree import PrefixTree
 from kvtier.sim.compiled import CompiledTrace
 from kvtier.sim.conversations import conversations
-from kvtier.sim.traces import TraceRequest
+from kvtier.sim.node.hardware import Compute
+from kvtier.sim.traces import TRACE_KEY_BYTES, TraceRequest
 
+BUSY_SHARE = 0.6
+HELD_SHARE = 0.4
 _COARSE_S = 0.5
 
 
@@ -64,3 +68,29 @@ def coarseness_s(times_s: Sequence[float]) -> float:
     tick = min(steps)
     whole = sum(1 for step in steps if abs(step / tick - round(step / tick)) < 0.01)
     return tick if tick >= _COARSE_S and whole >= 0.9 * len(steps) else 0.0
+
+
+def reference_load(
+    requests: Sequence[TraceRequest], compute: Compute, hbm_blocks: int, block_tokens: int, recorded: bool
+) -> float:
+    """The load at which a node is busy and not yet overloaded: an infinite cache would leave its GPU 60 % of the time
+    to prefill, or running requests would hold 40 % of HBM, whichever comes first. Recorded arrival times are never
+    compressed for it.
+
+    From about there on, the wait for room decides over times to the first token, and no placement touches it.
+    """
+    tree = PrefixTree(key_bytes=TRACE_KEY_BYTES)
+    gpu_s = held_block_s = 0.0
+    for request in requests:
+        known = tree.walk(request.chain).blocks
+        tree.insert(request.chain)
+        tokens = max(request.context.prompt_tokens, request.blocks * block_tokens)
+        prefill_s = compute.prefill_s(min(known * block_tokens, tokens - 1), tokens)
+        output = request.outcome.output_tokens
+        gpu_s += prefill_s
+        held_block_s += (request.blocks + output / block_tokens) * (prefill_s + output / compute.decode_tokens_per_s)
+    span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
+    if span_s <= 0.0:
+        return 1.0
+    load = span_s * min(BUSY_SHARE / gpu_s, HELD_SHARE * hbm_blocks / held_block_s)
+    return min(load, 1.0) if recorded else load

@@ -26,9 +26,15 @@ class EventLoop:
         """Plan `action` so many seconds from now."""
         self.at(self.now + seconds, action)
 
+    def step(self) -> bool:
+        """Run the next action; False if nothing is planned any more."""
+        if not self._planned:
+            return False
+        self.now, _, action = heappop(self._planned)
+        action()
+        return True
+
     def run(self) -> None:
         """Until nothing is planned any more."""
-        planned = self._planned
-        while planned:
-            self.now, _, action = heappop(planned)
-            action()
+        while self.step():
+            pass

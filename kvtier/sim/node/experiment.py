@@ -12,7 +12,7 @@ from kvtier.model.request import StopReason
 from kvtier.place.prices import Prices
 from kvtier.sim.analysis import parse_tiers
 from kvtier.sim.experiment import Progress, RequestSource, Silent
-from kvtier.sim.node.arrivals import plan
+from kvtier.sim.node.arrivals import plan, reference_load
 from kvtier.sim.node.hardware import Hardware
 from kvtier.sim.node.hints import Announcer
 from kvtier.sim.node.node import Node
@@ -48,7 +48,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     block_tokens: int = 512
     tiers: str = ""  # sizes that override the hardware's
-    load: float = 1.0
+    load: float = 0.0  # 0: the reference load of the trace on the hardware
     announcer: Announcer = Announcer()
     prices: Prices | None = None
 
@@ -67,21 +67,32 @@ def tier_blocks(hardware: Hardware, setting: Setting) -> dict[str, int]:
 
 
 def serve(
-    requests: Sequence[TraceRequest], hardware: Hardware, variant: Variant, seed: int, setting: Setting
+    requests: Sequence[TraceRequest],
+    hardware: Hardware,
+    variant: Variant,
+    seed: int,
+    setting: Setting,
+    *,
+    drawn_starts: bool = False,
 ) -> tuple[Node, Score]:
-    """Replay requests on a node of their own."""
+    """Replay requests on a node of their own. `drawn_starts`: when sessions begin was drawn, not recorded."""
+    blocks = tier_blocks(hardware, setting)
+    load = setting.load
+    if not load:
+        recorded = not drawn_starts
+        load = reference_load(requests, hardware.compute, blocks["hbm"], setting.block_tokens, recorded)
     score = Score(int(WARM_UP_SHARE * len(requests)))
     node = Node(
         hardware,
         variant,
-        tier_blocks(hardware, setting),
+        blocks,
         block_tokens=setting.block_tokens,
         score=score,
         seed=seed,
         announcer=setting.announcer,
         tools_known=any(request.outcome.stop_reason is StopReason.TOOL_USE for request in requests),
     )
-    node.run(plan(requests, setting.load, seed))
+    node.run(plan(requests, load, seed))
     if not score.ttft_s:
         raise ConfigError(f"no request fits into the HBM of {hardware.name}; give it more with --tiers")
     return node, score
@@ -138,7 +149,7 @@ def run_grid(
             mean_s = 0.0
             for variant in (native, *(v for v in variants if v != native)):
                 told.begin(f"{source.name} {point.name} {variant.name} seed {seed}", len(requests))
-                node, score = serve(requests, point, variant, seed, setting)
+                node, score = serve(requests, point, variant, seed, setting, drawn_starts=source.seeded)
                 if variant == native:
                     mean_s = float(np.mean(score.ttft_s))
                 told.advance(len(requests))

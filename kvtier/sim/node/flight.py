@@ -54,6 +54,7 @@ class Flight:
     compute_s: float = 0.0
     started_s: float = 0.0
     load_left_at_start_s: float = 0.0
+    admitted_s: float = 0.0
     stalled: bool = False
     protected: bool = False
 

@@ -55,7 +55,7 @@ class Link:
         self.moved_bytes = [0.0] * len(Priority)
         self.busy_s = 0.0
         self.longest_wait_s = 0.0  # of demand for what is less urgent
-        self.on_busy: Callable[[float], None] = lambda seconds: None
+        self.on_demand: Callable[[float], None] = lambda seconds: None  # told of time spent on it
         self._loop = loop
         self._chunk_bytes = chunk_bytes
         self._queues: list[deque[Job]] = [deque() for _ in Priority]
@@ -158,7 +158,8 @@ class Link:
     def _account(self, job: Job, sent: float) -> None:
         self.moved_bytes[job.priority] += sent
         self.busy_s += sent / self.bytes_per_s
-        self.on_busy(sent / self.bytes_per_s)
+        if job.priority == Priority.DEMAND:
+            self.on_demand(sent / self.bytes_per_s)
 
     def _end_of_chunk(self, sent: float) -> float:
         # A little less than a whole number of chunks is that number: times are sums of floats.

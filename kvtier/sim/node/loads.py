@@ -199,8 +199,9 @@ class Loader:
             self._dram.grow(load.segment, kept - load.segment.depth, self._loop.now)
             self.into_dram.add(twin)
         left = self._bytes(load.stop - load.start)
+        smallest = min(self._bytes(1), CHUNK_BYTES)
         while left > 0:
-            parcel = min(left, _PARCEL_BYTES, max(CHUNK_BYTES, left / 2))
+            parcel = min(left, _PARCEL_BYTES, max(smallest, left / 2))
             left = left - parcel if left - parcel > 1.0 else 0.0
             job = self._nvme_read.submit(parcel, load.priority, self._read(load, twin, parcel, last=not left))
             load.jobs.append((self._nvme_read, job))
@@ -209,7 +210,7 @@ class Loader:
         load.expected_s = self._loop.now + self._nvme_read.backlog_s(load.priority)
         if twin is not None:
             twin.expected_s = load.expected_s
-        load.expected_s += min(self._bytes(1), CHUNK_BYTES) / self._h2d.bytes_per_s
+        load.expected_s += smallest / self._h2d.bytes_per_s
         load.behind = self._h2d
 
     def _read(self, load: Load, twin: Load | None, parcel: float, *, last: bool) -> Callable[[], None]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from kvtier.errors import IntegrityError
 from kvtier.index.tree import PrefixTree, Segment
+from kvtier.place.admission import AdmitByValue
 from kvtier.place.busy import BusyMeter
 from kvtier.place.gate import GpuLoad, LinkLoad, LoadCurve, choose_cut
 from kvtier.place.policy import make_policy
+from kvtier.place.prices import Prices
 from kvtier.predict.forecast import Forecast
 from kvtier.sim.node.arrivals import Session
 from kvtier.sim.node.events import EventLoop
@@ -24,11 +28,13 @@ from kvtier.sim.node.hardware import Hardware, LinkSpeed
 from kvtier.sim.node.hints import Announcer, Hinted
 from kvtier.sim.node.links import Link, Priority
 from kvtier.sim.node.loads import Loader
+from kvtier.sim.node.promote import Promotion
 from kvtier.sim.node.score import Score
 from kvtier.sim.node.speculation import Speculation
 from kvtier.sim.node.stores import Storer
 from kvtier.sim.node.tier import NodeTier
 from kvtier.sim.node.variants import Variant
+from kvtier.sim.node.watch import Watch
 from kvtier.sim.traces.records import TRACE_KEY_BYTES
 
 Path = Sequence[Segment]
@@ -82,7 +88,7 @@ class Node:
         self.gpu.on_busy = self._meter(self.gpu_busy)
         self._link_busy = {link.name: BusyMeter(0.0) for link in (self.h2d, self.nvme_read)}
         for link in (self.h2d, self.nvme_read):
-            link.on_busy = self._meter(self._link_busy[link.name])
+            link.on_demand = partial(self._link_used, link.name)
         self.loader = Loader(self.loop, self.tree, self.hbm, self.dram, self.h2d, self.nvme_read, self.block_bytes)
         self.storer = Storer(self.dram, self.nvme, self.d2h, self.nvme_write, self.block_bytes)
         self.speculation = Speculation(self.tree)
@@ -101,7 +107,10 @@ class Node:
                 tools_known=tools_known,
             )
             self.hinted.hold = self._hold_until_landed
-            self.hinted.allows = lambda: not self.waiting  # room in HBM that nobody else waits for
+            self.hinted.allows = self._may_speculate
+        self.watch = Watch(self.loop, self.dram, ("h2d", "nvme_read"))
+        self.admission = self._admit_by_value() if variant.admit_by_value else None
+        self.promotion = self._promotion() if variant.promote else None
         self.waiting: deque[Flight] = deque()
         self.running = 0
         self.refused = 0
@@ -109,13 +118,25 @@ class Node:
 
     def run(self, sessions: Sequence[Session]) -> None:
         """Serve all of them."""
+        self.plan(sessions)
+        self.loop.run()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if tiers disagree with what is under way. A full traversal of each."""
+        for tier in self.tiers:
+            tier.check_integrity()
+        idle = not (self.running or self.waiting or len(self.loader.into_hbm) or len(self.loader.into_dram))
+        if idle and any(tier.pinned or tier.outside for tier in self.tiers):
+            raise IntegrityError("blocks are pinned for nobody")
+
+    def plan(self, sessions: Sequence[Session]) -> None:
+        """Put their arrivals on the clock."""
         for session in sessions:
             if session.closed:
                 self.loop.at(session.at_s[0], self._arrival(session, 0))
             else:
                 for position, at_s in enumerate(session.at_s):
                     self.loop.at(at_s, self._arrival(session, position))
-        self.loop.run()
 
     # --- a request ------------------------------------------------------------------------------------------------
 
@@ -148,8 +169,10 @@ class Node:
             tier.policy.on_arrival(path, request.context, now)
         self.waiting.append(flight)
         self._admit()
-        if self.variant.look_ahead and self.waiting and self.waiting[-1] is flight:
+        if self.variant.look_ahead and self.waiting and self.waiting[-1] is flight and not self._conservative():
             self._look_ahead(flight)
+        if self.promotion is not None:
+            self.promotion.tick()
 
     def _admit(self) -> None:
         while self.waiting and self.running < self.hardware.compute.max_running:
@@ -164,6 +187,7 @@ class Node:
     def _begin(self, flight: Flight, path: Path) -> None:
         now, hbm = self.loop.now, self.hbm
         self.running += 1
+        flight.admitted_s = now
         if flight.protected:
             self._unprotect(flight, path)
         for tier in self.tiers:
@@ -178,6 +202,8 @@ class Node:
             flight.from_dram = max(0, min(flight.cut, in_dram) - in_hbm)
             flight.from_nvme = flight.cut - in_hbm - flight.from_dram
             self.speculation.used(path, flight.cut)
+            if self.promotion is not None:
+                self.promotion.used(path)
             self._load(flight, path)
         self.gpu.join(flight)
 
@@ -196,6 +222,7 @@ class Node:
         flight.loads_left -= 1
         if not flight.loads_left:
             flight.loaded_s = self.loop.now
+            self.watch.waited(self.loop.now - flight.admitted_s)
             self.gpu.loaded(flight)
 
     def _resident(self, flight: Flight) -> int:
@@ -217,8 +244,8 @@ class Node:
             flight.request.outcome.output_tokens / self.hardware.compute.decode_tokens_per_s,
             lambda: self._finish(flight),
         )
-        if self.variant.lower_tiers and not self.variant.admit_by_value:
-            self.storer.store(path, flight.blocks, now)
+        if self.variant.lower_tiers:
+            self.storer.store(path, flight.blocks if self.admission is None else 0, now)
 
     def _finish(self, flight: Flight) -> None:
         now, path = self.loop.now, self.tree.insert(flight.chain)
@@ -227,6 +254,11 @@ class Node:
             self.forecast.on_finish(path, context, outcome, now)
         for tier in self.tiers:
             tier.policy.on_finish(path, context, outcome, now)
+        if self.admission is not None:  # by value: known only now
+            self.admission.busy = self.gpu_busy.share(now)
+            admitted = self.admission.admit(path, now)
+            self.storer.store(path, path[admitted - 1].stop if admitted else 0, now)
+        for tier in self.tiers:
             tier.unpin(path)
         self.hbm.outside -= flight.output_blocks
         self.running -= 1
@@ -306,6 +338,36 @@ class Node:
 
         for load in loads:
             load.waiting.append(landed)
+
+    def _conservative(self) -> bool:
+        return self.variant.conservative and self.watch.conservative
+
+    def _may_speculate(self) -> bool:
+        """Nobody waits for room in HBM, and nothing is overloaded."""
+        return not self.waiting and not self._conservative()
+
+    def _link_used(self, name: str, seconds: float) -> None:
+        self._link_busy[name].note(seconds, self.loop.now)
+        self.watch.moved(name, seconds)
+
+    def _admit_by_value(self) -> AdmitByValue:
+        assert self.forecast is not None
+        return AdmitByValue(
+            self.tree,
+            self.forecast,
+            block_bytes=self.block_bytes,
+            recompute_s=self.hardware.compute.prefill_s,
+            prices=Prices(gpus=self.hardware.gpus),
+        )
+
+    def _promotion(self) -> Promotion:
+        assert self.forecast is not None
+        hbm, dram = self.hbm, self.dram
+        args = (self.loop, self.tree, hbm, dram, self.h2d, self.loader, self.speculation, self.forecast)
+        promotion = Promotion(*args, self.block_bytes)
+        promotion.hold = self._hold_until_landed
+        promotion.idle = lambda: self._may_speculate() and not self.h2d.backlog_s()
+        return promotion
 
     def _unprotect(self, flight: Flight, path: Path) -> None:
         flight.protected = False

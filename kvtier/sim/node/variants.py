@@ -27,6 +27,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     admit_by_value: bool = False
     promote: bool = False
     hints: bool = False
+    conservative: bool = True
 
 
 VARIANTS = {
