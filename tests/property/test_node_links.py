@@ -65,4 +65,5 @@ def test_transfers_end_when_single_chunks_would(jobs: list[tuple[float, int, Pri
     assert all(math.isclose(ends[n], end, abs_tol=1e-6) for n, end in enumerate(expected))
     assert math.isclose(sum(link.moved_bytes), sum(size for _, size, _ in jobs), rel_tol=1e-9)
     assert link.longest_wait_s <= CHUNK / 100.0 + 1e-9
-    assert link.idle and not link.backlog_s(Priority.STORE)
+    assert link.idle
+    assert not link.backlog_s(Priority.STORE)

@@ -41,7 +41,8 @@ def run_checked(made: Node, sessions: list) -> None:  # type: ignore[type-arg]
     made.plan(sessions)
     while made.loop.step():
         made.check_integrity()
-    assert not made.running and not made.waiting
+    assert not made.running
+    assert not made.waiting
 
 
 def path_of(made: Node, blocks: list[int]) -> list[Segment]:
@@ -59,6 +60,7 @@ def test_a_the_cut_is_the_best_of_all_cuts(rho: float, overlap: bool) -> None:
         speeds = {name: float(drawn.uniform(2, 60)) for name in ("h2d", "nvme_read")}
         made, _ = node(on=hardware(**speeds), overlap=overlap, price_links=False)
         # So much use, long enough ago that it has decayed to rho.
+        made.running = 100
         made.gpu_busy.note(60.0 * -math.log(1.0 - rho), 0.0) if rho else None
         price = rho / (1.0 - rho)
         total = int(drawn.integers(2, 30))
@@ -177,9 +179,12 @@ def test_e_what_is_protected_goes_only_when_nothing_else_is_left() -> None:
     kept, other = path_of(made, first(8)), path_of(made, first(8, 100))
     made.hbm.protect(kept)
     assert made.hbm.make_room(12, made.loop.now) == 12
-    assert made.hbm.leading(kept) == 8 and made.hbm.leading(other) == 0
-    assert made.hbm.make_room(20, made.loop.now) == 12 and made.hbm.leading(kept) == 8
-    assert made.hbm.make_room(20, made.loop.now, force=True) == 20 and made.hbm.forced == 8
+    assert made.hbm.leading(kept) == 8
+    assert made.hbm.leading(other) == 0
+    assert made.hbm.make_room(20, made.loop.now) == 12
+    assert made.hbm.leading(kept) == 8
+    assert made.hbm.make_room(20, made.loop.now, force=True) == 20
+    assert made.hbm.forced == 8
 
 
 def test_e_a_hinted_session_is_kept_and_brought_up() -> None:
@@ -242,7 +247,8 @@ def test_h_overload_ends_without_collapse() -> None:
     for name in ("native", "kvtier"):
         made, score = serve(requests, hw, VARIANTS[name], 1, Setting(load=4.0, tiers="hbm=60GiB,dram=120GiB,nvme=8TiB"))
         assert len(score.ttft_s) == len(requests) - len(requests) // 4
-        assert not made.waiting and not made.running
+        assert not made.waiting
+        assert not made.running
         mean_s[name] = float(np.mean(score.ttft_s))
     assert mean_s["kvtier"] < mean_s["native"]
 
@@ -270,7 +276,8 @@ def test_j_every_byte_is_counted_once() -> None:
         made,
         [opened("a", request(first(8), 0.0), request(first(8), 60.0)), opened("b", request(first(8, 100), 30.0))],
     )
-    assert score.blocks["miss"] == 16 and score.blocks["nvme"] > 0
+    assert score.blocks["miss"] == 16
+    assert score.blocks["nvme"] > 0
     moved = {link.name: sum(link.moved_bytes) / BLOCK_BYTES for link in made.links}
     loaded = score.blocks["dram"] + score.blocks["nvme"]
     assert moved["nvme_write"] == 16 == made.storer.written_blocks
@@ -300,7 +307,8 @@ def test_nothing_reused_nothing_read() -> None:
     for name in ("engine", "kvtier"):
         made, score = node(name, hbm=60, dram=100, nvme=300, on=hardware(prefill=100.0))
         made.run([opened(str(n), r) for n, r in enumerate(requests)])
-        assert not sum(made.nvme_read.moved_bytes) and not sum(made.h2d.moved_bytes)
+        assert not sum(made.nvme_read.moved_bytes)
+        assert not sum(made.h2d.moved_bytes)
         mean_s[name] = float(np.mean(score.ttft_s))
     assert mean_s["kvtier"] <= 1.01 * mean_s["engine"]
 

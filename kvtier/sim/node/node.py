@@ -296,15 +296,16 @@ class Node:
         if compute.attention_tokens:
             recompute = recompute * (1.0 + (starts + flight.prompt_tokens) / 2 / compute.attention_tokens)
         priced = self.variant.gate == "priced"
+        others = self.running + len(self.waiting) - 1
         stage = [
             LinkLoad(
                 LoadCurve(link.latency_s, link.bytes_per_s, link.backlog_s()),
                 cumulative,
-                self._link_busy[link.name].price(now) if priced and self.variant.price_links else 0.0,
+                self._link_busy[link.name].price(now, others) if priced and self.variant.price_links else 0.0,
             )
             for link, cumulative in ((self.h2d, over_h2d), (self.nvme_read, over_nvme))
         ]
-        gpu = GpuLoad(self.gpu.backlog_s, self.gpu_busy.price(now) if priced else 0.0, self.variant.overlap)
+        gpu = GpuLoad(self.gpu.backlog_s, self.gpu_busy.price(now, others) if priced else 0.0, self.variant.overlap)
         return in_hbm + choose_cut([stage], recompute, n, gpu).blocks
 
     def _look_ahead(self, flight: Flight) -> None:
