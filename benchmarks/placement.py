@@ -116,7 +116,7 @@ def ablate(options: argparse.Namespace) -> None:
     trace, setting = open_source(options.trace), Setting(load=options.load)
     figures: dict[tuple[str, str], list[dict[str, float]]] = {}
     for seed in (int(text) for text in options.seed.split(",")):
-        requests = trace.requests(seed)
+        requests = trace.requests(seed)[: options.requests]
         for point in points:
             for name in names:
                 found = measure(requests, point, PARTS[name], seed, setting, trace.seeded)
@@ -130,7 +130,7 @@ def undersized(options: argparse.Namespace) -> None:
     The sizes are those of DRAM and NVMe together, one part to eight; HBM stays."""
     trace = open_source(options.trace)
     for seed in (int(text) for text in options.seed.split(",")):
-        requests = trace.requests(seed)
+        requests = trace.requests(seed)[: options.requests]
         blocks = unique_blocks(requests)
         for point in [load_hardware(name) for name in options.hardware.split(",")]:
             for share in WORKING_SET_SHARES:
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="A25,A6")
     parser.add_argument("--load", type=float, default=0.0)
     parser.add_argument("--seed", default="1,2,3")
+    parser.add_argument("--requests", type=int, default=None, help="replay only the first so many")
     parser.add_argument("--only", default="", help="names of variants, comma-separated")
     parser.add_argument("--sizes", action="store_true", help="undersized caches instead")
     options = parser.parse_args()

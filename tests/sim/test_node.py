@@ -155,8 +155,7 @@ def test_d_invariants_hold_after_every_event(
     for n, (root, turns, at_s, output) in enumerate(drawn):
         chain = []
         for depth in range(len(turns)):
-            for block in range(3):
-                chain.append(ids.setdefault((root, *turns[: depth + 1], -1, block), len(ids) + 1))
+            chain += [ids.setdefault((root, *turns[: depth + 1], -1, block), len(ids) + 1) for block in range(3)]
         sessions.append(opened(str(n % 7), request(chain, at_s, output_tokens=output)))
     made, score = node(variant, hbm=20, dram=dram, nvme=nvme if dram else 0, promote=variant.startswith("kvtier"))
     run_checked(made, sessions)
