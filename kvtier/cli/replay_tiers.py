@@ -64,20 +64,17 @@ def _print_table(rows: Sequence[NodeRow]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    for trace in dict.fromkeys(row.trace for row in rows):
-        table = Table(title=trace, caption="hit: share of prompt blocks found in each tier; times to the first token")
-        columns = ("hardware", "seed", "variant", "mean ms", "p50", "p95", "p99", "of native", "hbm/dram/nvme %")
-        for column in (*columns, "NVMe written GB", "$/Mtok"):
-            table.add_column(column, justify="left" if column in ("hardware", "variant") else "right")
-        for row in (row for row in rows if row.trace == trace):
+    for trace, hardware in dict.fromkeys((row.trace, row.hardware) for row in rows):
+        table = Table(title=f"{trace} on {hardware}", caption="times to the first token in ms; hits in % of blocks")
+        for column in ("seed", "variant", "mean", "p50", "p95", "p99", "of native", "hbm", "dram", "nvme", "$/Mtok"):
+            table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=column == "variant")
+        for row in (row for row in rows if (row.trace, row.hardware) == (trace, hardware)):
             table.add_row(
-                row.hardware,
                 str(row.seed),
                 row.variant,
                 *(f"{1e3 * t:,.0f}" for t in (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p95_s, row.ttft_p99_s)),
                 f"{row.ratio_to_native:.3f}",
-                "/".join(f"{100 * row.hit_share[tier]:.1f}" for tier in ("hbm", "dram", "nvme")),
-                f"{row.nvme_written_bytes / 1e9:,.0f}",
-                f"{row.usd_per_mtok:.4f}",
+                *(f"{100 * row.hit_share[tier]:.1f}" for tier in ("hbm", "dram", "nvme")),
+                f"{row.usd_per_mtok:.3f}",
             )
         Console().print(table)
