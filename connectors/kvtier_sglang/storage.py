@@ -19,17 +19,17 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvtier.cache.storage_cache import StorageCache
 from kvtier.cache.tier_cache import Geometry
-from kvtier.config import CacheConfig
 from kvtier.errors import EngineMismatchError
-from kvtier.model.keys import Chain, KeySpace
-from kvtier.tiers.open import SHARED_TIERS, Share, Site, configured_tiers, open_lower_tiers, register_memory
+from kvtier.model.keys import Chain
+from kvtier.tiers.open import open_lower_tiers, register_memory
 from kvtier_sglang import hooks, metrics
 from kvtier_sglang.above import pages_above
-from kvtier_sglang.compat import check_version, refuse_adapters_without_names, server_settings
+from kvtier_sglang.compat import check_version, refuse_adapters_without_names
 from kvtier_sglang.encoding import encodings
 from kvtier_sglang.identity import key_space_of, layout_of, updated_weights
 from kvtier_sglang.options import cache_config
 from kvtier_sglang.pages import HostPages
+from kvtier_sglang.site import site_of
 
 logger = logging.getLogger(__name__)
 
@@ -221,24 +221,6 @@ class KVTierStorage(HiCacheStorage):
                 metrics.export(self.cache, above)
             finally:
                 self._export_lock.release()
-
-
-def site_of(config: CacheConfig, storage_config: Any, space: KeySpace, layout_digest: str, row_bytes: int) -> Site:
-    """What this rank's tiers are opened for: the ranks of a node share its caps evenly. Raises EngineMismatchError."""
-    tp_size = int(getattr(storage_config, "tp_size", 1) or 1)
-    own = [name for name in configured_tiers(config) if name not in SHARED_TIERS]
-    if getattr(storage_config, "is_mla_model", False) and tp_size > 1 and own:
-        raise EngineMismatchError(
-            "with latent attention (MLA) only the first tensor-parallel rank writes pages, and a tier of one process "
-            f"({', '.join(own)}) is not seen by the others; configure shared tiers only (shared_fs_path, pool_master)"
-        )
-    sizes = [int(getattr(storage_config, f"{name}_size", 1) or 1) for name in ("pp", "attn_cp")]
-    settings = server_settings()
-    replicas = int(getattr(settings, "dp_size", 1) or 1) if getattr(settings, "enable_dp_attention", False) else 1
-    ranks = max(1, tp_size * sizes[0] * sizes[1] * replicas // int(getattr(settings, "nnodes", 1) or 1))
-    numbers = [int(getattr(storage_config, f"{name}_rank", 0) or 0) for name in ("dp", "pp", "attn_cp", "tp")]
-    share = Share(ranks, "rank-" + "-".join(map(str, numbers))) if ranks > 1 else Share()
-    return Site(config, space.digest, layout_digest, row_bytes, share)
 
 
 _NO_COPIES = 'kvtier reads and writes host pages in place; add "interface_v1": 1 to the extra configuration'

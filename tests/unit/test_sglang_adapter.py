@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError, EngineMismatchError
-from kvtier_sglang import compat, identity
+from kvtier.model.keys import KeySpace
+from kvtier.tiers.open import Share
+from kvtier_sglang import compat, identity, site
 from kvtier_sglang.above import PagesAbove
 from kvtier_sglang.options import cache_config
 from kvtier_sglang.pages import HostPages
@@ -230,6 +233,19 @@ def test_what_does_not_change_the_bytes_does_not_change_the_key_space(monkeypatc
     assert digest(latent, Settings(), pool, monkeypatch) == digest(
         replace(latent, model_name="public name"), named, pool, monkeypatch
     )
+
+
+def test_latent_pages_on_several_ranks_need_shared_tiers_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only the first rank writes them: a tier of one process would show nothing to the others."""
+    monkeypatch.setattr(site, "server_settings", lambda: None)
+    space = KeySpace(weights="w", kv_dtype="f", block_tokens=16, layout="l")
+    latent = StorageConfig(is_mla_model=True, tp_size=2, tp_rank=1)
+    shared = {"shared_fs_path": str(tmp_path), "shared_fs_bytes": 1 << 30}
+    found = site.site_of(CacheConfig(**shared), latent, space, "l", 4096)
+    assert found.share == Share(2, "rank-0-0-0-1")
+    own = CacheConfig(**shared, nvme_path=str(tmp_path), nvme_bytes=1 << 30)
+    with pytest.raises(EngineMismatchError, match=r"a tier of one process \(nvme\) .* configure shared tiers only"):
+        site.site_of(own, latent, space, "l", 4096)
 
 
 def test_an_old_version_s_configuration_is_read_tolerantly(monkeypatch: pytest.MonkeyPatch) -> None:
