@@ -1,7 +1,7 @@
 """What TierCache asks shared tiers about a prompt, and how long a request waits for the answer.
 
 A question is put when a request arrives, so that it is answered while the request queues. A lookup waits for it no
-longer than `discover_deadline_s`, nor longer than computing the prompt would take.
+longer than `discover_deadline_s`, nor (with the gate on) longer than computing the prompt would take.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Seeker:
         begin = np.array([start * cache.block_tokens])
         recompute_s = float(cache.prefill.seconds_from(begin, request.context.prompt_tokens)[0])
         limit_s = cache.config.discover_deadline_s
-        if waited_s < (min(limit_s, recompute_s) if recompute_s > 0 else limit_s):
+        worth_s = min(limit_s, recompute_s) if cache.config.gate and recompute_s > 0 else limit_s
+        if waited_s < worth_s:
             return True
         for question in request.asking:
             self._discovery.gave_up(question, blamed=waited_s >= limit_s)
@@ -87,6 +88,8 @@ class Seeker:
                 request.asking.remove(question)
             # Someone has seen these blocks: if they are missed after all, it is not for being new.
             request.known_blocks = max(request.known_blocks, question.reach)
+            if question.found and not request.ended and request.plan is None:
+                self._cache.look_ahead.arrived(request)  # it was looked ahead for before there was anything to see
             self._cache.epoch += 1
 
     def reset(self) -> None:

@@ -36,7 +36,7 @@ class Engines:
         memory = DramTier.over(
             np.zeros(memory_rows * ROW_BYTES, np.uint8), ROW_BYTES, memory_rows, ROW_BYTES, checksums=False
         )
-        config = CacheConfig(dram_bytes=1, io_threads=2, gate=False, **options)  # type: ignore[arg-type]
+        config = CacheConfig(**{"dram_bytes": 1, "io_threads": 2, "gate": False, **options})  # type: ignore[arg-type]
         cache = TierCache(config, geometry or Geometry(16), memory, memory.row, lower or [self.tier()], self.clock)
         self.all.append(FakeEngine(cache))
         return self.all[-1]
@@ -211,7 +211,7 @@ def test_after_a_reset_nothing_stored_before_is_found_by_anyone_asking_there(eng
 
 def test_the_wait_for_an_answer_is_never_longer_than_computing_would_take(engines: Engines) -> None:
     tier = Silent(engines.medium)
-    engine = engines.start(tier, discover_deadline_s=10.0)
+    engine = engines.start(tier, discover_deadline_s=10.0, gate=True)
     for _ in range(8):
         engine.cache.prefill.observe([(0, 1000)], 0.1)
     request = engine.open(list(range(8)), 1)
