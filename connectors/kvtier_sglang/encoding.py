@@ -13,6 +13,8 @@ _REFUSAL = "under SGLang a page is not of one request, so that nobody could ask 
 
 def encodings(config: CacheConfig, row_bytes: int, groups: int, page_tokens: int, dtype: str) -> dict[str, Encoding]:
     """The codec of every tier that has one. Raises ConfigError for lossy ones."""
+    if "dram" in config.codecs:
+        raise ConfigError("codecs names dram, which is HiCache's own under SGLang; remove it")
     size = ELEMENT_BYTES.get(dtype, 0)
     if size and row_bytes % (page_tokens * size) == 0:
         form = RowForm(

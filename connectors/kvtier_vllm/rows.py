@@ -36,9 +36,15 @@ def encodings(
     row_bytes: int,
 ) -> dict[str, Encoding]:
     """The codecs of the tiers, as configured. `row_bytes` may be padded. Raises ConfigError."""
-    if not config.codecs:
+    below = {tier: name for tier, name in config.codecs.items() if tier != "dram"}
+    if not below:
         return {}
-    calibrated = [name for name in config.codecs.values() if needs_calibration(CodecChoice(name=name))]
+    if config.codecs.get("dram", "raw") != "raw":
+        raise ConfigError(
+            f"codecs names dram and {', '.join(sorted(below))}; tiers below it hold its rows as they are: "
+            "name one or the other"
+        )
+    calibrated = [name for name in below.values() if needs_calibration(CodecChoice(name=name))]
     if calibrated and len(group_ids) > 1:
         raise ConfigError(
             f"codec {calibrated[0]} needs one cache for all layers; this model has {len(group_ids)} groups of layers, "
@@ -49,13 +55,36 @@ def encodings(
         for column, group_id in enumerate(group_ids)
     }
     return encodings_of(
-        config.codecs,
+        below,
         config.codec_max_kl,
         forms,
         row_bytes,
         _calibration(vllm_config, config),
         allow_slow=config.allow_slow_codecs,
     )
+
+
+def memory_form(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: CacheConfig, group_ids: list[int], blocks: int
+) -> RowForm | None:
+    """The form of one rank's rows if memory keeps them as int8, None if it keeps them as they are. Raises ConfigError
+    where that cannot be."""
+    name = config.codecs.get("dram", "raw")
+    if name == "raw":
+        return None
+    why = ""
+    group = form_of(vllm_config, kv_cache_config, group_ids[0], blocks, 1)
+    if name != "int8":
+        why = "only int8 is decoded on the way to the device"
+    elif len(group_ids) > 1:
+        why = "this model has several groups of layers"
+    elif not current_platform.is_cuda():
+        why = "there is no CUDA device to decode it"
+    elif group.refusal or group.form.kind != "kv":
+        why = group.refusal or "a latent is not keys and values"
+    if why:
+        raise ConfigError(f"codecs: {name} for dram is not possible: {why}; remove dram from codecs")
+    return group.form
 
 
 def form_of(

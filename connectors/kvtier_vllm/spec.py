@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.tokenizers.registry import cached_tokenizer_from_config
+from vllm.utils.math_utils import round_up
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -21,6 +23,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvtier.cache.tier_cache import TierCache
+from kvtier.codec.form import RowForm
 from kvtier.errors import ConfigError
 from kvtier.model.layout import Layout
 from kvtier.predict.roles import ChatMarkers
@@ -32,7 +35,7 @@ from kvtier_vllm.markers import chat_markers
 from kvtier_vllm.metrics import metric_definitions
 from kvtier_vllm.options import cache_config
 from kvtier_vllm.placement import near_device
-from kvtier_vllm.rows import encodings
+from kvtier_vllm.rows import encodings, memory_form
 from kvtier_vllm.sizes import check_sizes
 from kvtier_vllm.worker import HostWorker
 
@@ -61,6 +64,12 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         extra["cpu_bytes_to_use"] = self._cache_config.dram_bytes
         extra["offload_prompt_only"] = not self._cache_config.store_generated
         super().__init__(_with_extra(config, extra))
+        groups = [group.group_id for group in config.groups]
+        self._memory_form = memory_form(
+            self._vllm_config, self._kv_cache_config, self._cache_config, groups, self.blocks_per_chunk
+        )
+        if self._memory_form is not None:
+            self._shrink_rows(self._memory_form)
         if self.num_chunks < 1:
             raise ConfigError(
                 f"dram_bytes is {self._cache_config.dram_bytes}, less than one block of this model "
@@ -73,6 +82,13 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
                 f"blocks_per_chunk is {self.blocks_per_chunk}, but this model has sliding windows, whose chunks vLLM "
                 "stores with blocks missing; remove blocks_per_chunk (or block_size) from kv_connector_extra_config"
             )
+
+    def _shrink_rows(self, form: RowForm) -> None:
+        """Memory keeps rows as int8: as many more of them fit, and the bus carries as many fewer bytes."""
+        ranks = 1 if self.replicated_layout else self.config.parallel.world_size
+        self.cpu_page_size_per_worker = form.units * form.tokens * (form.head_dim + 2)
+        self.kv_bytes_per_chunk = round_up(self.cpu_page_size_per_worker * ranks, self.BLOCK_SIZE_ALIGNMENT)
+        self.num_chunks = self._cache_config.dram_bytes // self.kv_bytes_per_chunk
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -90,12 +106,18 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         return self._worker
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """vLLM's own copy worker over our region. Not run in this project's tests: they have no GPU."""
-        from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+        """vLLM's own copy worker over our region, or ours where memory is encoded. Not run in this project's tests:
+        they have no GPU."""
+        from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker, pin_mmap_region
 
         rank = 0 if self.replicated_layout else self.config.parallel.rank
         region = self._open_region(rank)
         try:
+            if self._memory_form is not None:
+                from kvtier_vllm.coded_worker import CodedWorker, courier_of
+
+                pin_mmap_region(region)
+                return CodedWorker(courier_of(kv_caches, self._memory_form), region, self.blocks_per_chunk)
             return CPUOffloadingWorker(
                 kv_caches=kv_caches,
                 blocks_per_chunk=self.blocks_per_chunk,
@@ -181,7 +203,8 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
     def _layout(self) -> Layout:
         ranks = 1 if self.replicated_layout else self.config.parallel.world_size
         row_bytes = self.cpu_page_size_per_worker * ranks
-        return layout_of(self._kv_cache_config, row_bytes, ranks, self.config.model.dtype)
+        layout = layout_of(self._kv_cache_config, row_bytes, ranks, self.config.model.dtype)
+        return layout if self._memory_form is None else msgspec.structs.replace(layout, engine="vllm+int8")
 
 
 def _markers_of(vllm_config: VllmConfig) -> ChatMarkers:

@@ -76,6 +76,8 @@ class Storer:
         Rows resident or under way are left out. If memory has no room for all, the tail is refused.
         """
         cache = self._cache
+        if cache.memory.lossy and not request.context.lossy:
+            return []
         memory = cache.memory.residency.slots_of(cache.tree.walk(request.chain))
         known = len(memory)
         wanted: list[RowRef] = []

@@ -309,7 +309,7 @@ class TierCache:
     @property
     def lossy(self) -> bool:
         """Whether a tier keeps rows that do not come back bit for bit."""
-        return any(level.lossy for level in self.lower)
+        return any(level.lossy for level in (self.memory, *self.lower))
 
     @property
     def busy(self) -> bool:
@@ -470,7 +470,8 @@ class TierCache:
     def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
         """Publish what a tier brings."""
         level.on_evict = self._evict_orphans
-        level.lossy = self.config.codecs.get(level.name, "raw") not in LOSSLESS
+        # What memory keeps encoded is encoded below it, too.
+        level.lossy = any(self.config.codecs.get(name, "raw") not in LOSSLESS for name in ("dram", level.name))
         kept = rebuild(self.tree, level, rows)
         self.recorder.add("kvtier_recovered_rows", kept, level.name)
         return kept

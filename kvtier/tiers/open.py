@@ -175,9 +175,9 @@ def open_lower_tiers(
 
     A tier that answers too late is closed again by the thread that opened it.
     """
-    for tier in sorted(set(site.config.codecs) - set(openers or _OPENERS)):
+    for tier in sorted(set(site.config.codecs) - set(openers or _OPENERS) - {"dram"}):
         known = ", ".join(openers or _OPENERS)
-        raise ConfigError(f"codecs names the tier {tier!r}; only tiers below memory have codecs: {known}")
+        raise ConfigError(f"codecs names the tier {tier!r}; codecs are for dram and the tiers below it: {known}")
     openings = [_Opening(name, opener, site) for name, opener in (openers or _OPENERS).items()]
     deadline = time.monotonic() + timeout_s
     outcomes = [opening.outcome(deadline) for opening in openings]

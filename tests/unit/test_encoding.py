@@ -177,8 +177,8 @@ def test_a_tier_is_opened_with_the_codecs_rows_and_finds_nothing_of_another_code
 
 
 def test_codecs_of_tiers_that_are_none(tmp_path: Path) -> None:
-    config = CacheConfig(codecs={"dram": "int8"})
-    with pytest.raises(ConfigError, match="names the tier 'dram'; only tiers below memory have codecs"):
+    config = CacheConfig(codecs={"hbm": "int8"})
+    with pytest.raises(ConfigError, match="names the tier 'hbm'; codecs are for dram and the tiers below it"):
         open_lower_tiers(Site(config, b"\1" * 32, "layout", 64))
 
 
