@@ -100,7 +100,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     store_generated: bool = True
     """Also cache the blocks a request generates, not only its prompt."""
     codecs: dict[str, str] = {}
-    """What a tier's rows are encoded with, by tier: {"nvme": "d4"}. Tiers not named keep them as they are."""
+    """What rows are encoded with, by tier: {"nvme": "d4"}. dram can be int8, on CUDA. Others keep them as they are."""
     codec_max_kl: dict[str, float] = {}
     """Quality budget by tier, in nats a token on the calibration text; a lossy codec beyond it is refused."""
     calibration: str = ""
