@@ -27,6 +27,7 @@ from kvtier.tiers.dram import DramTier
 from kvtier.tiers.health import BreakerLimits, BreakerState
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.protocol import Tier
+from kvtier.tiers.shared_fs import SharedFsTier
 
 ROW, BLOCKS, DEADLINE_S = 8192, 6, 0.4
 PROMPTS: list[Sequence[int]] = [range(BLOCKS), [0, 1, 2, 60, 61, 62]]
@@ -56,12 +57,12 @@ class Medium:
     def __init__(self, kind: str, folder: Path, *faults: Fault, slowdown: float = 1.0) -> None:
         self.gate = threading.Event()
         self.folder = folder
-        inner: Tier = (
-            NvmeTier(str(folder), b"s" * 32, "layout", ROW, 256 * ROW, direct=False)
-            if kind == "nvme"
-            else DramTier.own(ROW, 64 * ROW, name="cxl")
-        )
-        self.tier = FaultyTier(inner, Script(faults), sleep=lambda seconds: self.gate.wait(20) and None)
+        media: dict[str, Callable[[], Tier]] = {
+            "nvme": lambda: NvmeTier(str(folder), b"s" * 32, "layout", ROW, 256 * ROW, direct=False),
+            "cxl": lambda: DramTier.own(ROW, 64 * ROW, name="cxl"),
+            "shared_fs": lambda: SharedFsTier(str(folder), b"s" * 32, "layout", ROW, 32 << 20, direct=False),
+        }
+        self.tier = FaultyTier(media[kind](), Script(faults), sleep=lambda seconds: self.gate.wait(20) and None)
 
 
 class Served:
@@ -187,7 +188,7 @@ def calls(cache: str, medium: str, folders: Iterator[Path]) -> dict[str, int]:
     return dict(served.medium.tier._calls)
 
 
-@pytest.mark.parametrize("medium", ["nvme", "cxl"])
+@pytest.mark.parametrize("medium", ["nvme", "cxl", "shared_fs"])
 @pytest.mark.parametrize("cache", list(CACHES))
 @pytest.mark.parametrize(("op", "kind"), CELLS, ids=[f"{op}-{kind.value}" for op, kind in CELLS])
 def test_every_call_fails_once(cache: str, medium: str, op: str, kind: FaultKind, folders: Iterator[Path]) -> None:
