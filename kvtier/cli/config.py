@@ -29,7 +29,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Print value and origin of every option; anything wrong is one line on stderr and exit code 2."""
-    values = _read(given)
+    values = read_options(given)
     checked = CacheConfig.from_mapping(values)
     rows = {
         name: {"value": getattr(checked, name), "origin": "given" if name in values else "default"}
@@ -44,7 +44,8 @@ def show(
     Console().print(table)
 
 
-def _read(given: str) -> dict[str, object]:
+def read_options(given: str) -> dict[str, object]:
+    """The options in JSON text, or in the file it names. Raises ConfigError."""
     text = Path(given).read_text() if not given.lstrip().startswith("{") and Path(given).is_file() else given
     try:
         values = json.loads(text)

@@ -10,6 +10,8 @@ from kvtier import __version__
 from kvtier.cli import bench, config
 from kvtier.cli.analyze import analyze
 from kvtier.cli.calibrate import calibrate
+from kvtier.cli.clear import clear
+from kvtier.cli.doctor import doctor
 from kvtier.cli.eval_codec import eval_app
 from kvtier.cli.hint import hint
 from kvtier.cli.replay import replay
@@ -35,6 +37,8 @@ app.command()(replay)
 app.command()(analyze)
 app.command()(size)
 app.command()(calibrate)
+app.command()(doctor)
+app.command()(clear)
 app.command()(hint)
 app.add_typer(eval_app, name="eval")
 app.add_typer(bench.app, name="bench")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.codec.checksum import checksum64, copy_checksummed
+from kvtier.codec.checksum import checksum64, copy_bytes, copy_checksummed
 from kvtier.errors import ConfigError
 from kvtier.tiers.addresses import address_of
 from kvtier.tiers.arguments import check_arguments
@@ -211,7 +211,7 @@ class DramTier:
             return checksum64(target.data) if self.checksums else 0
         if self.checksums:
             return copy_checksummed(target, source)
-        np.copyto(target, source)
+        copy_bytes(target, source)
         return 0
 
 

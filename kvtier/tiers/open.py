@@ -123,6 +123,8 @@ def _open_nvme(site: Site) -> Tier | None:
         site.row_bytes,
         site.cap_bytes("nvme_bytes"),
         direct=config.direct_io,
+        backend=config.nvme_backend,
+        daily_write_bytes=config.nvme_daily_write_bytes // site.share.of,
     )
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.pool import PoolTier
 from kvtier.tiers.pool.client import MooncakeClient, PoolOptions
+from kvtier.tiers.nvme.uring import uring_missing
 from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier
 from kvtier.tiers.shared_fs import SharedFsTier
 from tests.pool_rig import needs_mooncake, running_pool
@@ -31,7 +33,7 @@ CAPACITY = 24
 MakeTier = Callable[[int], Tier]
 
 
-def _nvme(folder: Path, row_bytes: int, **tuning: int | bool) -> NvmeTier:
+def _nvme(folder: Path, row_bytes: int, **tuning: Any) -> NvmeTier:
     slot_bytes = row_bytes // 4096 * 4096 + 8192
     return NvmeTier(str(folder), b"\7" * 32, "layout", row_bytes, 400_000 + 2 * CAPACITY * slot_bytes, **tuning)
 
@@ -78,6 +80,7 @@ def _shared_fs(folder: Path, row_bytes: int, **tuning: bool) -> SharedFsTier:
         "cxl",
         "nvme",
         "nvme-buffered",
+        "nvme-uring",
         "faulty",
         "codec-raw",
         "codec-zstd",
@@ -92,6 +95,9 @@ def _shared_fs(folder: Path, row_bytes: int, **tuning: bool) -> SharedFsTier:
 def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTier]:
     """Builds a tier with at least CAPACITY slots, for a row size; closes what it built."""
     made: list[Tier] = []
+
+    if request.param == "nvme-uring" and (missing := uring_missing()):
+        pytest.skip(missing)
 
     def make(row_bytes: int) -> Tier:
         kinds: dict[str, Callable[[], Tier]] = {
@@ -108,6 +114,7 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTi
             ),
             "nvme": lambda: _nvme(tmp_path, row_bytes),
             "nvme-buffered": lambda: _nvme(tmp_path, row_bytes, direct=False, max_io_bytes=1 << 16),
+            "nvme-uring": lambda: _nvme(tmp_path, row_bytes, backend="io_uring", max_io_bytes=1 << 17),
             "faulty": lambda: FaultyTier(MemoryTier(row_bytes, CAPACITY)),
             "codec-raw": lambda: _encoded("raw", row_bytes),
             "codec-zstd": lambda: _encoded("zstd", row_bytes),

@@ -28,6 +28,7 @@ PREFIX = "kvtier-"
 SLAB_SUFFIX = ".slab"
 JOURNAL_SUFFIX = ".journal"
 _SUFFIXES = (SLAB_SUFFIX, JOURNAL_SUFFIX, JOURNAL_SUFFIX + ".tmp")
+WEAR_FILE = "kvtier.wear"
 _FOLDER_LOCK = "kvtier.lock"
 _FOLDER_LOCK_WAIT_S = 10.0
 _SLACK_BYTES = 64 << 10
@@ -112,7 +113,12 @@ def files_of(folder: Path, key_space_digest: bytes) -> KeySpaceFiles:
 
 
 def other_files(folder: Path, own: KeySpaceFiles) -> list[KeySpaceFiles]:
-    """The files of all other key spaces, least recently used first (opening a slab writes its superblock)."""
+    """The files of all other key spaces, least recently used first."""
+    return [files for files in key_spaces_in(folder) if files.stem != own.stem]
+
+
+def key_spaces_in(folder: Path) -> list[KeySpaceFiles]:
+    """The files of all key spaces, least recently used first (opening a slab writes its superblock)."""
     stems: dict[str, float] = {}
     for entry in os.scandir(folder):
         for suffix in _SUFFIXES:
@@ -120,7 +126,6 @@ def other_files(folder: Path, own: KeySpaceFiles) -> list[KeySpaceFiles]:
                 with contextlib.suppress(OSError):
                     stem = entry.name.removesuffix(suffix)
                     stems[stem] = max(stems.get(stem, 0.0), entry.stat(follow_symlinks=False).st_mtime)
-    stems.pop(own.stem, None)
     return [KeySpaceFiles(folder, stem) for stem in sorted(stems, key=lambda s: (stems[s], s))]
 
 

@@ -8,22 +8,26 @@ power cut the row header and the checksum, compared at every read, turn what was
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtier.errors import IntegrityError
+from kvtier.errors import ConfigError, IntegrityError
 from kvtier.tiers.addresses import round_up
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.meter import Meter
+from kvtier.tiers.nvme.batch import open_batch_io
 from kvtier.tiers.nvme.format import Entry, Geometry
 from kvtier.tiers.nvme.io import BLOCK, Syscalls
 from kvtier.tiers.nvme.recovery import parents_first
 from kvtier.tiers.nvme.slab import Slab
+from kvtier.tiers.nvme.space import WEAR_FILE
 from kvtier.tiers.nvme.transfer import Batch, RowTransfer, status_of
+from kvtier.tiers.nvme.wear import WriteBudget
 from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, TierProbe, TierStats
 from kvtier.tiers.slots import SlotTable
 
@@ -49,9 +53,13 @@ class NvmeTier:
         name: str = "nvme",
         max_io_bytes: int = 8 << 20,
         direct: bool = True,
+        backend: str = "threads",
+        daily_write_bytes: int = 0,
         syscalls: Syscalls | None = None,
     ) -> None:
-        """Open or create the slab. Raises ConfigError (path, cap, in use) or TierIOError."""
+        """Open or create the slab. `backend` is one of `BACKENDS` (`kvtier.tiers.nvme.batch`).
+
+        Raises ConfigError (path, cap, in use) or TierIOError."""
         self.name = name
         self.row_bytes = row_bytes
         self.cap_bytes = cap_bytes
@@ -67,7 +75,17 @@ class NvmeTier:
             syscalls=syscalls if syscalls is not None else Syscalls(),
             fault=self._meter.fault,
         )
-        self._transfer = RowTransfer(self._slab.file, geometry, self._slab.seal, max_io_bytes)
+        plan = self._slab.plan
+        try:
+            self._io = open_batch_io(
+                self._slab.file, backend, plan.scratch_offset, plan.scratch_bytes, self._meter.fault
+            )
+        except ConfigError:
+            self._slab.close()
+            raise
+        self._budget = WriteBudget(daily_write_bytes, os.path.join(path, WEAR_FILE))
+        self._slot_bytes = geometry.slot_bytes
+        self._transfer = RowTransfer(self._slab.file, self._io, geometry, self._slab.seal, max_io_bytes)
         self._journal = self._slab.journal
         self._recovered = self._slab.records
         self._slots = SlotTable(self._slab.plan.n_slots)
@@ -78,6 +96,11 @@ class NvmeTier:
         self._in_flight = InFlight()
         self._generation_lock = threading.Lock()
         self._probe_lock = threading.Lock()
+
+    @property
+    def backend(self) -> str:
+        """The back end in use."""
+        return self._io.name
 
     # ---- control thread
 
@@ -104,6 +127,8 @@ class NvmeTier:
             return
         if self._in_flight.close(_CLOSE_WAIT_S):
             self._journal_release(self._unjournaled[:0])
+            self._io.close()
+            self._budget.save()
             self._slab.close()
         else:  # a transfer hangs in the kernel: closing the file now could redirect it to another one
             self._meter.fault("close_abandoned")
@@ -111,18 +136,21 @@ class NvmeTier:
     # ---- any thread
 
     def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
-        """See the protocol. Raises IntegrityError for slots not reserved, and for keys or buffers of a wrong size."""
+        """See the protocol. Rows beyond the write budget are FULL: the last ones, for a tail needs its head. Raises
+        IntegrityError for slots not reserved, and for keys or buffers of a wrong size."""
         with self._in_flight.transfer() as is_open:
             if not is_open:
                 return [RowStatus.CLOSED] * len(rows)
             check_arguments(slots, rows, sources, self.row_bytes)
             self._slots.require_reserved(slots)
             begin_s = time.perf_counter()
-            batch = Batch(slots, rows, sources, self._take_generations(len(rows)))
+            n = self._budget.grant(len(rows), self._slot_bytes)
+            batch = Batch(slots[:n], rows[:n], sources[:n], self._take_generations(n))
             statuses = self._publish(batch, self._transfer.write(batch))
             moved = self._meter.count_faults(statuses)
             self._meter.moved(written_bytes=moved * self.row_bytes, write_s=time.perf_counter() - begin_s)
-            return statuses
+            self._meter.fault("write_budget", len(rows) - n)
+            return statuses + [RowStatus.FULL] * (len(rows) - n)
 
     def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
         """See the protocol. A slot that is not published is FOREIGN. Raises IntegrityError for buffers of a wrong

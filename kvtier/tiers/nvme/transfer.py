@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 
 from kvtier.codec.checksum import checksum64
 from kvtier.tiers.addresses import address_of
+from kvtier.tiers.nvme.batch import BatchIo, Request
 from kvtier.tiers.nvme.format import ROW_HEADER_BYTES, Geometry, RowSeal, Verdict
 from kvtier.tiers.nvme.io import BLOCK, IOV_MAX, BouncePool, DirectFile
 from kvtier.tiers.protocol import RowId, RowStatus, Slots
@@ -52,8 +54,9 @@ class RowTransfer:
     """Moves batches of rows between buffers and one slab file. Thread-safe for disjoint slots. Raises nothing:
     a run that fails is repeated row by row, so that one bad sector costs one row."""
 
-    def __init__(self, file: DirectFile, geometry: Geometry, seal: RowSeal, max_io_bytes: int) -> None:
+    def __init__(self, file: DirectFile, io: BatchIo, geometry: Geometry, seal: RowSeal, max_io_bytes: int) -> None:
         self._file = file
+        self._io = io
         self._geometry = geometry
         self._seal = seal
         self._most = max(1, min(max_io_bytes // geometry.slot_bytes, IOV_MAX // 2))
@@ -65,53 +68,50 @@ class RowTransfer:
 
     def write(self, batch: Batch) -> list[RowStatus]:
         """Write rows and their headers."""
-        statuses = [RowStatus.OK] * len(batch.rows)
-        for run in adjacent_runs(batch.slots, self._most):
-            self._write_run(batch, run, statuses)
-        return statuses
+        return self._move(batch, write=True)
 
     def read(self, batch: Batch) -> list[RowStatus]:
         """Read rows and verify header, then payload."""
+        return self._move(batch, write=False)
+
+    def _move(self, batch: Batch, *, write: bool) -> list[RowStatus]:
         statuses = [RowStatus.OK] * len(batch.rows)
-        for run in adjacent_runs(batch.slots, self._most):
-            self._read_run(batch, run, statuses)
+        runs, depth = adjacent_runs(batch.slots, self._most), self._io.depth
+        for start in range(0, len(runs), depth):
+            failed = self._move_runs(batch, runs[start : start + depth], statuses, write)
+            for i in failed:
+                self._move_runs(batch, [[i]], statuses, write)
         return statuses
 
-    def _write_run(self, batch: Batch, run: list[int], statuses: list[RowStatus]) -> None:
-        with self._pool.borrow() as scratch:
-            vectored = self._vectored(batch, run)
-            tails, iovecs = self._arrange(batch, run, scratch, vectored)
-            for i, tail in zip(run, tails, strict=True):
-                source = batch.buffers[i]
-                checksum = checksum64(source)
-                header = self._seal.pack(int(batch.slots[i]), batch.rows[i], batch.generations[i], checksum)
-                self._fill(tail, source, header, whole=not vectored)
-            try:
-                self._file.write(self.offset_of(int(batch.slots[run[0]])), iovecs)
-                return
-            except OSError as error:
-                if len(run) == 1:
+    def _move_runs(self, batch: Batch, runs: list[list[int]], statuses: list[RowStatus], write: bool) -> list[int]:
+        """Move up to `depth` runs at once. Returns the rows of longer runs that failed: they are to be tried alone."""
+        alone: list[int] = []
+        with contextlib.ExitStack() as stack:
+            arranged = []
+            for run in runs:
+                scratch = stack.enter_context(self._pool.borrow())
+                vectored = self._vectored(batch, run)
+                tails, iovecs = self._arrange(batch, run, scratch, vectored)
+                if write:
+                    self._seal_run(batch, run, tails, whole=not vectored)
+                arranged.append((run, tails, vectored, Request(self.offset_of(int(batch.slots[run[0]])), iovecs)))
+            outcomes = self._io.transfer([request for *_, request in arranged], write=write)
+            for (run, tails, vectored, _), error in zip(arranged, outcomes, strict=True):
+                if error is not None and len(run) > 1:
+                    alone += run
+                elif error is not None:
                     statuses[run[0]] = status_of(error)
-                    return
-        for i in run:
-            self._write_run(batch, [i], statuses)
+                elif not write:
+                    for i, tail in zip(run, tails, strict=True):
+                        statuses[i] = self._accept(batch, i, tail, whole=not vectored)
+        return alone
 
-    def _read_run(self, batch: Batch, run: list[int], statuses: list[RowStatus]) -> None:
-        with self._pool.borrow() as scratch:
-            vectored = self._vectored(batch, run)
-            tails, iovecs = self._arrange(batch, run, scratch, vectored)
-            try:
-                self._file.read(self.offset_of(int(batch.slots[run[0]])), iovecs)
-            except OSError as error:
-                if len(run) == 1:
-                    statuses[run[0]] = status_of(error)
-                    return
-            else:
-                for i, tail in zip(run, tails, strict=True):
-                    statuses[i] = self._accept(batch, i, tail, whole=not vectored)
-                return
-        for i in run:
-            self._read_run(batch, [i], statuses)
+    def _seal_run(self, batch: Batch, run: list[int], tails: list[memoryview], *, whole: bool) -> None:
+        for i, tail in zip(run, tails, strict=True):
+            source = batch.buffers[i]
+            checksum = checksum64(source)
+            header = self._seal.pack(int(batch.slots[i]), batch.rows[i], batch.generations[i], checksum)
+            self._fill(tail, source, header, whole=whole)
 
     def _vectored(self, batch: Batch, run: list[int]) -> bool:
         """Whether the bodies can go straight between the file and the caller's buffers."""
