@@ -39,14 +39,10 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Memory behind a link: a devdax device, "node:N", a file, or "auto" to look for one; empty: no such tier."""
     cxl_bytes: int = 0
     """Cap on that tier, headers included."""
-    numa_node: int = -1
-    """NUMA node the memory tier is taken from where there is room; -1: the one next to the device, if known."""
     nvme_path: str = ""
     """Folder for the NVMe tier; empty: no such tier."""
     nvme_bytes: int = 0
     """Cap on everything kvtier keeps under nvme_path, journal included."""
-    nvme_backend: str = "auto"
-    """How batches reach the drive: threads, io_uring or cufile; auto takes what is measured to be no slower."""
     nvme_daily_write_bytes: int = 0
     """Most bytes written to the drive in a day, against wear; what exceeds it is refused and counted. 0: no limit."""
     direct_io: bool = True
@@ -137,12 +133,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"canary_share is {self.canary_share}; it must be between 0 and 1")
         if self.hbm_policy not in ("kvtier", "engine"):
             raise ConfigError(f'hbm_policy is {self.hbm_policy!r}; write "kvtier" or "engine"')
-        if self.nvme_backend not in ("auto", "threads", "io_uring", "cufile"):
-            raise ConfigError(f"nvme_backend is {self.nvme_backend!r}; choose auto, threads, io_uring or cufile")
         if not 0 < self.load_deadline_s <= 3600:
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s}; it must be between 0 and 3600 seconds")
-        if not -1 <= self.numa_node < 1024:
-            raise ConfigError(f"numa_node is {self.numa_node}; it must be a node of this machine, or -1")
         if not 0 <= self.discover_deadline_s <= 60:
             raise ConfigError(f"discover_deadline_s is {self.discover_deadline_s}; it must be between 0 and 60 seconds")
         if self.pool_protocol not in ("tcp", "rdma"):

@@ -9,7 +9,6 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from kvtier.config import CacheConfig
 from kvtier.tiers import numa
 from kvtier.tiers.devices import node_of_device
 
@@ -17,15 +16,13 @@ logger = init_logger("vllm.kvtier")
 
 
 @contextlib.contextmanager
-def near_device(config: CacheConfig, *, is_worker: bool) -> Iterator[None]:
-    """Pages touched first meanwhile come from the configured node, or from the one next to this worker's device.
+def near_device(*, is_worker: bool) -> Iterator[None]:
+    """Pages touched first meanwhile come from the node next to this worker's device, where there is room and a GPU.
 
     vLLM maps and populates the region itself, so the calling thread's policy is what places it. The scheduler has no
     device and must not start one: it leaves pages where they are.
     """
-    node: int | None = config.numa_node if config.numa_node >= 0 else None
-    if node is None and is_worker and current_platform.is_cuda():
-        node = _node_of_current_device()
+    node = _node_of_current_device() if is_worker and current_platform.is_cuda() else None
     with contextlib.ExitStack() as stack:
         if node is not None:
             try:

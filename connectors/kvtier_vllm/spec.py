@@ -131,7 +131,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
     def _open_region(self, rank: int | None) -> SharedOffloadRegion:
         if rank is not None:
             _check_shm(self._cache_config.dram_bytes, self.config.engine_id)
-        with near_device(self._cache_config, is_worker=rank is not None):
+        with near_device(is_worker=rank is not None):
             return SharedOffloadRegion(
                 engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from kvtier.tiers.cxl.medium import find_place
 from kvtier.tiers.memory import available_memory_bytes
 from kvtier.tiers.open import configured_tiers
 
+_CONNECT_S = 2.0
 _TierCheck = Callable[[CacheConfig, str], tuple[list[Finding], list[CurvePoint]]]
 
 
@@ -113,6 +116,22 @@ def _shared_fs(config: CacheConfig, root: str) -> tuple[list[Finding], list[Curv
     return _folder("shared_fs", config.shared_fs_path, config.direct_io)
 
 
+def _pool(config: CacheConfig, root: str) -> tuple[list[Finding], list[CurvePoint]]:
+    """Whether the master answers at all. Joining the pool to measure it would lend and move other engines' bytes."""
+    found = []
+    if importlib.util.find_spec("mooncake") is None:
+        fix = "pip install kvtier[pool]"
+        found.append(Finding("pool", "client", State.FAULT, "Mooncake's client is not installed", fix))
+    host, _, port = config.pool_master.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+            found.append(Finding("pool", "master", State.OK, f"{config.pool_master} answers"))
+    except (OSError, ValueError) as error:
+        says = f"no connection to {config.pool_master!r}: {error}"
+        found.append(Finding("pool", "master", State.FAULT, says, "start mooncake_master there, or mend pool_master"))
+    return found, []
+
+
 def _folder(tier: str, path: str, direct_io: bool) -> tuple[list[Finding], list[CurvePoint]]:
     """Whether a folder can be used, how fast it is, and whether I/O there can be direct."""
     key = f"{tier}_path"
@@ -135,4 +154,4 @@ def _folder(tier: str, path: str, direct_io: bool) -> tuple[list[Finding], list[
     return found, curve
 
 
-_CHECKS: dict[str, _TierCheck] = {"dram": _dram, "cxl": _cxl, "nvme": _nvme, "shared_fs": _shared_fs}
+_CHECKS: dict[str, _TierCheck] = {"dram": _dram, "cxl": _cxl, "nvme": _nvme, "shared_fs": _shared_fs, "pool": _pool}

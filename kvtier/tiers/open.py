@@ -123,7 +123,7 @@ def _open_nvme(site: Site) -> Tier | None:
         site.row_bytes,
         site.cap_bytes("nvme_bytes"),
         direct=config.direct_io,
-        backend=config.nvme_backend,
+        backend="auto",
         daily_write_bytes=config.nvme_daily_write_bytes // site.share.of,
     )
 

@@ -22,9 +22,9 @@ from kvtier.tiers.codec_tier import CodecTier, encoded_row_bytes
 from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.uring import uring_missing
 from kvtier.tiers.pool import PoolTier
 from kvtier.tiers.pool.client import MooncakeClient, PoolOptions
-from kvtier.tiers.nvme.uring import uring_missing
 from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier
 from kvtier.tiers.shared_fs import SharedFsTier
 from tests.pool_rig import needs_mooncake, running_pool

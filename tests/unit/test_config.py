@@ -38,7 +38,6 @@ def test_what_is_not_a_size_is_named(text: object) -> None:
         ({"nvme_path": "/x"}, "nvme_path and nvme_bytes go together"),
         ({"nvme_bytes": 5}, "nvme_path and nvme_bytes go together"),
         ({"cxl_path": "auto"}, "cxl_path and cxl_bytes go together"),
-        ({"numa_node": -2}, "numa_node is -2"),
         ({"io_threads": 1}, "io_threads is 1"),
         ({"io_threads": "four"}, "int"),
         ({"load_deadline_s": 0}, "load_deadline_s"),

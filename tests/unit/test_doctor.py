@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_cxl_is_found_measured_and_judged(tmp_path: Path) -> None:
     report = examine(CacheConfig(cxl_path=str(file), cxl_bytes=8 * MIB))
     assert not report.ok
     assert file.read_bytes() == b"a database"
+
+
+def test_a_pool_s_master_is_asked(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        master = f"127.0.0.1:{server.getsockname()[1]}"
+        found = {f.check: f for f in examine(CacheConfig(pool_master=master)).findings if f.subject == "pool"}
+        assert found["master"].state is State.OK
+    found = {f.check: f for f in examine(CacheConfig(pool_master=master)).findings if f.subject == "pool"}
+    assert found["master"].state is State.FAULT
+    assert "start mooncake_master there" in found["master"].fix
 
 
 def test_a_machine_with_nothing_has_nothing_wrong(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def open_batch_io(
     Raises ConfigError if the one named cannot work here.
     """
     if wanted not in BACKENDS:
-        raise ConfigError(f"nvme_backend is {wanted!r}; choose one of {', '.join(BACKENDS)}")
+        raise ConfigError(f"the nvme back end is {wanted!r}; choose one of {', '.join(BACKENDS)}")
     plain = ThreadsIo(file)
     makers: dict[str, tuple[str, Callable[[], BatchIo]]] = {
         "cufile": (gds_missing(), lambda: CuFileIo(file, load_cufile())),
@@ -83,7 +83,7 @@ def open_batch_io(
     if wanted in makers:
         missing, make = makers[wanted]
         if missing:
-            raise ConfigError(f"nvme_backend is {wanted!r}, but {missing}; set it to auto")
+            raise ConfigError(f"the nvme back end {wanted!r} cannot be used: {missing}")
         return make()
     if wanted == "threads" or not file.direct:
         return plain
