@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtier.sim.analysis import Analysis
+    from kvtier.sim.traces import Trace
+    from kvtier.sim.workloads import Workload
 
 
 def analyze(
@@ -26,6 +28,9 @@ def analyze(
     block_bytes: Annotated[int, typer.Option(min=0, help="Bytes of a block, all layers (see kvtier size).")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of arrival times that were not recorded.")] = 1,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 512,
+    advise: Annotated[bool, typer.Option("--advise", help="Say which sizes of DRAM and NVMe are cheapest.")] = False,
+    hardware: Annotated[str, typer.Option(help="With --advise: a hardware point by name, or a file.")] = "A25",
+    prices_file: Annotated[str, typer.Option("--prices", help="With --advise: a JSON file of prices.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Ask a request log what is shared, what comes back and when, and what each tier of memory would be worth."""
@@ -36,14 +41,59 @@ def analyze(
     from kvtier.sim.analysis import parse_tiers
     from kvtier.sim.sources import open_source
 
-    sizes = parse_tiers(tiers, block_bytes)
     source = open_source(trace, trace_format, block_tokens)
+    if advise:
+        _advise(source, tiers, hardware, prices_file, seed, block_tokens, as_json)
+        return
+    sizes = parse_tiers(tiers, block_bytes)
     with Console(stderr=True).status(f"studying {source.name}"):
         found = study(source.name, source.requests(seed), seed=seed, block_tokens=block_tokens, tiers=sizes)
     if as_json:
         typer.echo(msgspec.json.encode(found))
     else:
         _print(Console(), found)
+
+
+def _advise(
+    source: Trace | Workload, tiers: str, hardware: str, prices_file: str, seed: int, block_tokens: int, as_json: bool
+) -> None:
+    import msgspec
+    from rich.console import Console
+
+    from kvtier.cache.writing import read_prices
+    from kvtier.sim.advice import advise
+    from kvtier.sim.analysis import parse_tiers
+    from kvtier.sim.node.hardware import load_hardware
+
+    point = load_hardware(hardware)
+    block_bytes = point.block_bytes * block_tokens // point.block_tokens
+    hbm = dict(parse_tiers(tiers or f"hbm={point.tiers['hbm']}", block_bytes)).get("hbm", 0)
+    prices = read_prices(prices_file)
+    if not prices_file:
+        prices = msgspec.structs.replace(prices, gpus=point.gpus)
+    with Console(stderr=True).status(f"studying {source.name}"):
+        found = advise(source.requests(seed), point, prices, hbm, block_tokens)
+    if as_json:
+        typer.echo(msgspec.json.encode(found))
+        return
+    _table(
+        Console(),
+        f"cheapest sizes on {found.hardware} with {found.hbm_blocks:,} blocks of HBM "
+        f"(prefill takes {_percent(found.gpu_share)} of the GPU without lower tiers)",
+        ("", "DRAM GiB", "NVMe GiB", "LRU hits", "prefill s saved/h", "tiers $/h", "$ per Mtok of prompts"),
+        [
+            (
+                name,
+                f"{sizes.dram_bytes / 2**30:,.0f}",
+                f"{sizes.nvme_bytes / 2**30:,.0f}",
+                _percent(sizes.hit_rate),
+                f"{sizes.prefill_s_saved_per_hour:,.0f}",
+                f"{sizes.tiers_usd_per_hour:.3f}",
+                f"{sizes.usd_per_mtok:.4f}",
+            )
+            for name, sizes in (("HBM alone", found.without), ("advice", found.best))
+        ],
+    )
 
 
 def _print(console: Console, found: Analysis) -> None:
