@@ -67,7 +67,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Copies the pool keeps of each row."""
     policy: str = "kvtier"
     """Which eviction policy orders what leaves a tier."""
-    hbm_policy: str = "engine"
+    hbm_policy: str = "kvtier"
     """What leaves the device first: "kvtier" (the order of `policy`) or "engine" (the engine's own order)."""
     gate: bool = True
     """Decline loads that are slower than recomputing."""

@@ -6,7 +6,11 @@ loaded by the tier they came from, and the rest by the one reason why they had t
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.cache.request import CachedRequest
 from kvtier.model.request import MissReason, Outcome
@@ -31,18 +35,24 @@ class Accounting:
             request.sources = {"hbm": start * self._cache.block_tokens}
             request.miss_from_block = start
 
-    def loaded(self, request: CachedRequest, blocks: set[int]) -> None:
-        """The engine loads these blocks now."""
-        if not blocks or request.started or request.sources is None or set(request.sources) - {"hbm"}:
+    def loaded(self, request: CachedRequest, blocks: npt.NDArray[np.intp]) -> None:
+        """The engine loads these blocks (ascending, each once) now."""
+        if not len(blocks) or request.started or request.sources is None or set(request.sources) - {"hbm"}:
             return
-        start, memory = request.miss_from_block, self._cache.memory.name
-        loaded_from = {request.promoted_from.get(block, memory) for block in blocks}
+        start, memory, stop = request.miss_from_block, self._cache.memory.name, int(blocks[-1]) + 1
+        promoted = request.promoted_from
+        new = blocks[blocks >= start]
+        counts = {memory: len(new)}
+        if promoted:
+            counts = dict(Counter(promoted.get(block, memory) for block in new.tolist()))
         # Blocks before a sliding window need no bytes; they come with the window, from the farthest it came from.
-        farthest = next(iter(loaded_from - {memory}), memory)
-        for block in range(start, max(blocks) + 1):
-            source = request.promoted_from.get(block, memory) if block in blocks else farthest
-            request.sources[source] = request.sources.get(source, 0) + self._cache.block_tokens
-        request.miss_from_block = max(blocks) + 1
+        farthest = next((source for source in counts if source != memory), memory)
+        skipped = stop - start - sum(counts.values())
+        if skipped > 0:
+            counts[farthest] = counts.get(farthest, 0) + skipped
+        for source, n in counts.items():
+            request.sources[source] = request.sources.get(source, 0) + n * self._cache.block_tokens
+        request.miss_from_block = stop
 
     def ended(self, request: CachedRequest, outcome: Outcome) -> None:
         """Add the request to the totals."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
+from kvtier.cache.manifest import RowIds, RowViews, row_keys
 from kvtier.cache.mover import Transfer, Urgency
 from kvtier.cache.reach import needed_rows, reach
 from kvtier.cache.request import BlockState, CachedRequest, LoadPlan
@@ -22,7 +23,7 @@ from kvtier.index.residency import ABSENT
 from kvtier.model.keys import key_at
 from kvtier.model.request import MissReason
 from kvtier.place.gate import Cut, LinkLoad, choose_cut, recompute_by_cut
-from kvtier.tiers.protocol import RowId, RowStatus
+from kvtier.tiers.protocol import RowStatus
 
 if TYPE_CHECKING:
     from kvtier.cache.tier_cache import TierCache
@@ -144,9 +145,9 @@ class Loader:
         if (~ok).any():
             cache.memory.tier.release(promotion.memory_slots[~ok])
             self._forget_failed(promotion, transfer)
-        for row in transfer.rows:
-            if self._promoting.get((row.key, row.group)) is promotion:
-                del self._promoting[row.key, row.group]
+        for key in row_keys(promotion.chain, promotion.blocks, promotion.groups):
+            if self._promoting.get(key) is promotion:
+                del self._promoting[key]
         for group in cache.group_order:
             mine = promotion.groups == group
             good = mine & ok
@@ -156,9 +157,7 @@ class Loader:
                 )
         cache.epoch += 1
         for waiter in promotion.waiters:
-            waiter.awaited.difference_update(
-                (int(b), int(g)) for b, g in zip(promotion.blocks, promotion.groups, strict=True)
-            )
+            waiter.awaited.difference_update(zip(promotion.blocks.tolist(), promotion.groups.tolist(), strict=True))
             if not waiter.ended:
                 self._extend_hold(waiter)
 
@@ -326,12 +325,10 @@ class Loader:
         cache = self._cache
         source = level.book.take(where[blocks, groups], request.context.request_id)
         promotion = Promotion(start, level, request.chain, blocks, groups, memory_slots, source, [request])
-        rows = [row_id(request.chain, int(b), int(g)) for b, g in zip(blocks, groups, strict=True)]
-        for row, block, group in zip(rows, blocks.tolist(), groups.tolist(), strict=True):
-            self._promoting[(row.key, row.group)] = promotion
-            request.awaited.add((block, group))
-            request.promoted_from[block] = level.name
-        views = [cache.memory_row(int(slot)) for slot in memory_slots]
+        self._promoting.update(dict.fromkeys(row_keys(request.chain, blocks, groups), promotion))
+        request.awaited.update(zip(blocks.tolist(), groups.tolist(), strict=True))
+        request.promoted_from.update(dict.fromkeys(blocks.tolist(), level.name))
+        rows, views = RowIds(request.chain, blocks, groups), RowViews(cache.memory_row, memory_slots)
         promotion.transfer = Transfer(level.tier, source.slots, rows, views, True, urgency, promotion)
         promotion.transfer.seals, promotion.transfer.memory_slots = cache.seals, memory_slots
         cache.submit(level, promotion.transfer)
@@ -373,11 +370,6 @@ class Loader:
         self._hold(request, slots[offered & (slots != ABSENT)])
         if old is not None:
             old.release()
-
-
-def row_id(chain: bytes, block: int, group: int) -> RowId:
-    """The identity of one row of a chain."""
-    return RowId(key_at(chain, block), key_at(chain, block - 1) if block else b"", group)
 
 
 def _cumulative(rows: Mask, row_bytes: int) -> npt.NDArray[np.float64]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.discovery import Discovery
-from kvtier.cache.loads import row_id
+from kvtier.cache.manifest import row_id
 from kvtier.cache.request import CachedRequest
 from kvtier.index.residency import ABSENT
 from kvtier.tiers.protocol import RowId, Slots

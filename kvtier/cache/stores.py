@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
-from kvtier.cache.loads import row_id
+from kvtier.cache.manifest import RowIds, RowViews, row_keys
 from kvtier.cache.mover import Transfer, Urgency
 from kvtier.cache.request import CachedRequest
 from kvtier.index.residency import ABSENT
@@ -233,9 +233,8 @@ class Storer:
             return
         below.rows += n
         write = WriteThrough(level, chain, blocks, groups, source, self._generation)
-        ids = [row_id(chain, int(b), int(g)) for b, g in zip(blocks, groups, strict=True)]
-        views = [cache.memory_row(int(slot)) for slot in memory_slots]
-        below.keys.update((row.key, row.group) for row in ids)
+        below.keys.update(row_keys(chain, blocks, groups))
+        ids, views = RowIds(chain, blocks, groups), RowViews(cache.memory_row, memory_slots)
         write.transfer = Transfer(level.tier, slots, ids, views, False, Urgency.STORE, write)
         write.transfer.seals, write.transfer.memory_slots = cache.seals, memory_slots
         below.writes.append(write)
@@ -247,7 +246,7 @@ class Storer:
         write.source.release()
         below = self._below[write.level]
         below.rows -= len(transfer.rows)
-        below.keys.difference_update((row.key, row.group) for row in transfer.rows)
+        below.keys.difference_update(row_keys(write.chain, write.blocks, write.groups))
         if not below.rows:
             del self._below[write.level]
         for block in write.blocks[transfer.damaged].tolist():

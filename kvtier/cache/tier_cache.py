@@ -8,6 +8,7 @@ Every method must be called from one control thread.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -192,11 +193,12 @@ class TierCache:
         if request.load is not None:
             raise IntegrityError(f"request {request.context.request_id} is loading already")
         slots_of = self.memory.residency.slots_of(self.tree.walk(request.chain))
-        slots = np.array([slots_of[row.block, row.group] for row in rows], np.int32)
+        where = np.fromiter(itertools.chain.from_iterable(rows), np.intp, 2 * len(rows)).reshape(-1, 2)
+        slots: Slots = slots_of[where[:, 0], where[:, 1]]
         if (slots == ABSENT).any():
             raise IntegrityError(f"request {request.context.request_id} loads a block that was not promised")
         request.load = self.memory.book.take(slots, request.context.request_id)
-        self._accounting.loaded(request, {row.block for row in rows})
+        self._accounting.loaded(request, np.unique(where[:, 0]))
         self.count_bytes(self.memory, "read", len(rows), 0.0)
         self.loader.release_hold(request)
         request.limit_blocks = None

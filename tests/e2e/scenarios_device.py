@@ -13,7 +13,9 @@ POOL_BLOCKS = 41  # one of them is never used
 ENGINE = {"num_gpu_blocks_override": POOL_BLOCKS, "max_model_len": 512, "max_num_batched_tokens": 512}
 
 
-def agent_stream(model: str, seed: int, requests: int, hbm_policy: str) -> dict[str, Any]:
+def agent_stream(
+    model: str, seed: int, requests: int, hbm_policy: str, agents: int = 6, singles: float = 0.45
+) -> dict[str, Any]:
     """Serve a stream one request at a time, in its own time: kvtier's clock jumps from arrival to arrival."""
     from kvtier.cache import tier_cache
 
@@ -21,7 +23,7 @@ def agent_stream(model: str, seed: int, requests: int, hbm_policy: str) -> dict[
     tier_cache.MonotonicClock = lambda: clock  # type: ignore[assignment,misc]
     kvtier = {"dram_bytes": "32MiB", "hbm_policy": hbm_policy, "gate": False}
     llm = start_engine(model, kvtier=kvtier, **ENGINE)
-    stream = AgentStream(seed, requests)
+    stream = AgentStream(seed, requests, agents, singles)
     said: list[list[int]] = []
     prompt_total = 0
     began_s = time.perf_counter()

@@ -1,0 +1,96 @@
+"""What stays on the device: vLLM's own order of eviction against kvtier's, on streams of agents and passers-by.
+
+    python -m benchmarks.hbm [--seeds 1,2,3] [--requests 300] [--agents 4,6,8] [--blocks 41] [--live] [--json]
+
+Each stream (tests/e2e/agent_stream.py) is served twice, with `hbm_policy` "engine" and "kvtier". Without `--live`
+vLLM's real KVCacheManager and block pool run with kvtier's real manager and no model, one request at a time; with it, a
+real engine on the CPU with a small model answers every request, and the answers of both runs are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rig.settings import scratch_folder
+from kvtier.testing.scenario import run_scenario
+from tests.e2e import scenarios_device
+from tests.e2e.agent_stream import AgentStream
+from tests.e2e.models import tiny_llama
+from tests.e2e.scheduler_without_model import SchedulerWithoutModel
+
+ORDERS = ("engine", "kvtier")
+
+
+def without_model(seed: int, requests: int, agents: int, blocks: int, order: str) -> dict[str, Any]:
+    """Device hits of one stream in the real block pool."""
+    engine = SchedulerWithoutModel(blocks, order)
+    stream, answers = AgentStream(seed, requests, agents), random.Random(seed)
+    prompt_tokens = hits = 0
+    for at_s, prompt in stream:
+        answer = [answers.randrange(256) for _ in range(8)]
+        hits += engine.serve(at_s, prompt, answer)
+        prompt_tokens += len(prompt)
+        stream.answer(answer)
+    engine.close()
+    return {"prompt_tokens": prompt_tokens, "hit_tokens": hits, "moved": engine.moved, "off": engine.off}
+
+
+def live(seed: int, requests: int, agents: int, order: str, folder: Path) -> dict[str, Any]:
+    """The same in a real engine."""
+    arguments = {"model": str(tiny_llama()), "seed": seed, "requests": requests, "hbm_policy": order, "agents": agents}
+    result = run_scenario(scenarios_device.agent_stream, work_folder=folder, arguments=arguments, timeout_s=600)
+    hits = int(result["metrics"].get("kvtier_tokens_total{source=hbm}", 0))
+    return {**{k: result[k] for k in ("prompt_tokens", "moved", "off", "answers")}, "hit_tokens": hits}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--agents", default="4,6,8")
+    parser.add_argument("--blocks", type=int, default=41, help="device blocks; live engines have 41")
+    parser.add_argument("--live", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    table = Table("agents", "seed", "prompt tokens", "engine's order", "kvtier's order", "difference", "answers")
+    worse = 0
+    with scratch_folder("hbm") as folder:
+        for agents in map(int, options.agents.split(",")):
+            for seed in map(int, options.seeds.split(",")):
+                found = {
+                    order: live(seed, options.requests, agents, order, folder)
+                    if options.live
+                    else without_model(seed, options.requests, agents, options.blocks, order)
+                    for order in ORDERS
+                }
+                engine, kvtier = (found[order] for order in ORDERS)
+                same = engine.pop("answers", None) == kvtier.pop("answers", None)
+                row = {"agents": agents, "seed": seed, "requests": options.requests, "same_answers": same, **found}
+                if options.json:
+                    sys.stdout.write(json.dumps(row) + "\n")
+                gain = kvtier["hit_tokens"] - engine["hit_tokens"]
+                worse += gain < 0 or not same
+                table.add_row(
+                    str(agents),
+                    str(seed),
+                    f"{engine['prompt_tokens']:,}",
+                    f"{engine['hit_tokens']:,}",
+                    f"{kvtier['hit_tokens']:,}",
+                    f"{gain:+,}",
+                    ("same" if same else "DIFFER") if options.live else "–",
+                )
+    if not options.json:
+        Console().print(table)
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
