@@ -28,6 +28,7 @@ from kvtier_vllm.device import Device, watch_device
 from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.options import cache_config
 from kvtier_vllm.plugin import SPEC
+from kvtier_vllm.rows import check_pages
 from kvtier_vllm.spec import building
 
 Span = tuple[int, int]
@@ -62,6 +63,15 @@ class KVTierConnector(OffloadingConnector):
         manager = self.scheduler.manager
         assert isinstance(manager, KVTierManager)
         return manager
+
+    # --- worker side --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        transfer = self._vllm_config.kv_transfer_config
+        assert transfer is not None
+        if cache_config(transfer.kv_connector_extra_config).codecs:
+            check_pages(kv_caches, self._kv_cache_config)
+        super().register_kv_caches(kv_caches)
 
     # --- scheduler side -----------------------------------------------------------------------------------------
 

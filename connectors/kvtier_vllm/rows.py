@@ -6,7 +6,7 @@ chunk. Inside a block vLLM's layout names the order (L layer, B block, H head, N
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,18 @@ def encodings(
         _calibration(vllm_config, config),
         allow_slow=config.allow_slow_codecs,
     )
+
+
+def check_pages(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> None:
+    """Compare what the engine registers with what `form_of` takes from its specs. Raises ConfigError where kernels work
+    on smaller blocks than the cache manager's: tokens of a page then lie in another order."""
+    for name, cache in kv_caches.items():
+        if cache.shape[0] != kv_cache_config.num_blocks:
+            raise ConfigError(
+                f"vLLM splits every block of {name} into {cache.shape[0] // kv_cache_config.num_blocks} for its "
+                "kernels, so that codecs cannot tell where a token is; lower --block-size to the kernels' own, or "
+                "remove codecs"
+            )
 
 
 def memory_form(
@@ -143,6 +155,11 @@ def _calibration(vllm_config: VllmConfig, config: CacheConfig) -> Callable[[], C
     def read() -> Calibration:
         fingerprint = model_fingerprint(_folder(vllm_config))
         path = Path(config.calibration) if config.calibration else calibration_path(fingerprint)
+        if not path.exists():
+            raise ConfigError(
+                f"there is no calibration of this model at {path}: run kvtier calibrate "
+                f"{vllm_config.model_config.model}, or name the file with the option calibration"
+            )
         return load_calibration(path, fingerprint)
 
     return read

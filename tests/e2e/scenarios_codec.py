@@ -46,6 +46,7 @@ def exact_and_lossy(model: str, tokens: int, kvtier: dict[str, Any], engine: dic
     cache = settle(llm)
     cache.check_integrity()
     cache.gauges()
+    counted = {"/".join((name, *labels)) for name, labels in cache.recorder.drain()[0]} | set(metrics("kvtier_codec"))
     stats = cache.lower[0].tier.stats()
     work = stats.codec
     rows = stats.used_rows
@@ -57,7 +58,7 @@ def exact_and_lossy(model: str, tokens: int, kvtier: dict[str, Any], engine: dic
         "decoded": work.plain_read_bytes,
         "inner_row_bytes": cache.lower[0].tier.inner.row_bytes,
         "row_bytes": cache.memory.tier.row_bytes,
-        "metrics": metrics("kvtier_codec"),
+        "counted": sorted(counted),
     }
 
 
