@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -247,6 +248,42 @@ def test_room_is_made_oldest_first_and_never_a_block_before_what_builds_on_it(tm
     tier.close()
 
 
+def test_a_file_that_cannot_be_removed_is_skipped_with_what_it_builds_on(tmp_path: Path) -> None:
+    class Stubborn(FileSystem):
+        stuck = ""
+
+        def unlink(self, path: str) -> None:
+            if path == self.stuck:
+                raise PermissionError(errno.EPERM, "Operation not permitted", path)
+            super().unlink(path)
+
+    fs = Stubborn()
+    tier = open_tier(tmp_path, fs=fs)
+    old, new = chain_rows(20, seed=1), chain_rows(20, seed=2)
+    store_rows(tier, old)
+    store_rows(tier, new)
+    for age, row in enumerate([*old, *new]):
+        os.utime(tier._files.path(row), (1000 + age, 1000 + age))
+    fs.stuck = tier._files.path(old[10])
+    small = SharedFsTier(str(tmp_path), b"\5" * 32, "layout", ROW, 900_000, fs=fs)
+    assert small.clean() > 0
+    assert tier.exists(old) == [True] * 11 + [False] * 9, "what builds on it went, what it builds on stayed"
+    assert sum(tier.exists(new)) < 20, "and room was made elsewhere"
+    assert small.stats().faults["evict_errno_1"] == 1
+    small.close()
+    tier.close()
+
+
+def test_files_lie_in_two_levels_of_few_folders(tmp_path: Path, tier: SharedFsTier) -> None:
+    rows = chain_rows(200)
+    places = [Path(tier._files.path(row)).relative_to(tmp_path / "kvtier" / "objects").parts for row in rows]
+    assert all(len(parts) == 4 for parts in places), "key space, two levels, name"
+    for level in (1, 2):
+        names = {parts[level] for parts in places}
+        assert 40 < len(names) <= 64, "spread evenly over 64 folders"
+    assert len({parts[3] for parts in places}) == 200
+
+
 def test_what_is_read_is_in_use(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     old, new = chain_rows(10, seed=1), chain_rows(10, seed=2)
@@ -300,6 +337,33 @@ def test_a_damaged_ledger_is_counted_anew(tmp_path: Path) -> None:
     assert du(tmp_path) <= again.stats().medium_bytes <= du(tmp_path) + CAP // 16
     assert again.stats().faults == {"ledger_damaged": 1}
     again.close()
+
+
+def test_a_process_stopped_with_the_ledger_in_its_hand_stops_no_reader_and_no_writer_for_long(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, cap_bytes=64 << 20)
+    rows = chain_rows(3)
+    slots = store_rows(tier, rows)
+    held = os.open(tmp_path / "kvtier" / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    began = time.monotonic()
+    more, statuses = chain_rows(60, seed=1), []
+    for first in range(0, 60, 20):
+        mine = tier.reserve(20)
+        assert mine is not None
+        part = more[first : first + 20]
+        statuses += tier.write(mine[:1], part[:1], [payload_of(part[0], ROW)])
+        assert read_back(tier, slots, rows) == [RowStatus.OK] * 3
+    tier._ledger._free = 0
+    mine = tier.reserve(1)
+    assert mine is not None
+    assert tier.write(mine, [more[1]], [payload_of(more[1], ROW)]) == [RowStatus.FULL], "refused, not stuck"
+    assert time.monotonic() - began < 5
+    assert tier.stats().faults == {"ledger_busy": 1, "full": 1}
+    with pytest.raises(TierIOError, match="another process holds the ledger"):
+        open_tier(tmp_path, cap_bytes=64 << 20)
+    os.close(held)
+    assert tier.write(mine, [more[1]], [payload_of(more[1], ROW)]) == [RowStatus.OK]
+    tier.close()
 
 
 WRITER = """

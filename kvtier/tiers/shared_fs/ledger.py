@@ -16,10 +16,12 @@ Needs a file system whose flock works between the machines (NFS v3/v4, CephFS, G
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ _STATE = struct.Struct("<8sqQ")
 _ALLOWANCE = struct.Struct("<8sq")
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC = b"KVTledg1"
+_LOCK_WAIT_S = 1.0
 _SHARE_OF_CAP = 64
 _MOST_AT_ONCE_BYTES = 256 << 20
 OVERHEAD_BYTES = 1024
@@ -85,7 +88,11 @@ class Ledger:
     def claim(self, n_bytes: int) -> bool:
         """Whether `n_bytes` may be written now. What is claimed must be settled. Raises OSError."""
         with self._lock:
-            if self._closed or (self._free < n_bytes and not self._grant(n_bytes)):
+            try:
+                if self._closed or (self._free < n_bytes and not self._grant(n_bytes)):
+                    return False
+            except TimeoutError:
+                self._fault("ledger_busy")
                 return False
             self._free -= n_bytes
             self._in_flight += n_bytes
@@ -148,8 +155,18 @@ class Ledger:
 
     @contextmanager
     def _everyone(self) -> Iterator[None]:
-        """Keep every other process from the ledger."""
-        self._fs.flock(self._lock_fd, fcntl.LOCK_EX)
+        """Keep every other process from the ledger. Raises TimeoutError if one of them keeps it for long: it may have
+        been stopped with the lock in its hand."""
+        deadline, pause_s = time.monotonic() + _LOCK_WAIT_S, 0.001
+        while True:
+            try:
+                self._fs.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process holds the ledger", self.root) from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
         try:
             yield
         finally:
