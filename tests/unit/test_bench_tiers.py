@@ -19,6 +19,7 @@ from kvtier.bench.hardware import hardware_file
 from kvtier.bench.turns import Line, Turn, Workers, compare
 from kvtier.cli.main import app
 from kvtier.errors import ConfigError
+from kvtier.sim.node.hardware import load_hardware
 
 KEYS = {"tier", "op", "block_bytes", "depth", "bytes_per_s", "limit", "limit_bytes_per_s", "ratio", "p99_s"}
 SMALL = ["--block", "64KiB", "--total", "4MiB", "--seconds", "0.05", "--rounds", "3", "--depth", "2"]
@@ -42,9 +43,9 @@ def test_one_json_object_a_line_and_nothing_left_behind(tmp_path: Path) -> None:
     assert all(line["block_bytes"] == 65536 and line["p99_s"] > 0 for line in measured[2:])
     assert index["bytes"] > 32
     assert list(drive.iterdir()) == []
-    point = tomllib.loads(out.read_text())
-    assert point["links"]["nvme_read"]["bytes_per_s"] == measured[-1]["bytes_per_s"]
-    assert point["links"]["d2h"]["bytes_per_s"] == measured[2]["bytes_per_s"]
+    point = load_hardware(str(out))
+    assert point.links.nvme_read.bytes_per_s == measured[-1]["bytes_per_s"]
+    assert point.links.d2h.bytes_per_s == measured[2]["bytes_per_s"]
 
 
 @pytest.mark.parametrize(
