@@ -39,6 +39,8 @@ from kvtier.tiers.protocol import (
 
 _BATCH_BYTES = 16 << 20  # of encoded rows held at once by one thread
 _PROBE_ROWS = 3
+_PARENT_WAITS = 4
+_PARENT_WAIT_S = 0.0025  # a row without a parent costs this four times; encoding a few rows takes as long
 
 T = TypeVar("T")
 
@@ -83,6 +85,19 @@ class ChainPositions:
             self._places.setdefault(row.key, [place, 0])[1] += 1
             self._keys[slot] = row.key
             return place
+
+    def learn_all(self, slots: Sequence[int], rows: Sequence[RowId]) -> list[int | None]:
+        """`learn` for the rows of one call. A chain is written in several calls by several threads: where the call that
+        has the parents has not begun yet, wait for it, a moment."""
+        places = [self.learn(slot, row) for slot, row in zip(slots, rows, strict=True)]
+        for _ in range(_PARENT_WAITS):
+            if None not in places:
+                break
+            time.sleep(_PARENT_WAIT_S)
+            for i, place in enumerate(places):
+                if place is None:
+                    places[i] = self.learn(slots[i], rows[i])
+        return places
 
     def forget(self, slots: Sequence[int]) -> None:
         """Note that slots were released."""
@@ -209,9 +224,10 @@ class CodecTier:
         check_arguments(slots, rows, sources, self.row_bytes)
         started = time.perf_counter()
         statuses: list[RowStatus] = []
+        places = self._positions.learn_all(slots.tolist(), rows)
         for start in range(0, len(rows), self._batch_rows):
             end = min(start + self._batch_rows, len(rows))
-            statuses += self._write_batch(slots[start:end], rows[start:end], sources[start:end])
+            statuses += self._write_batch(slots[start:end], rows[start:end], sources[start:end], places[start:end])
         done = sum(status is RowStatus.OK for status in statuses)
         self._meter.moved(written_bytes=done * self.row_bytes, write_s=time.perf_counter() - started)
         return statuses
@@ -271,16 +287,21 @@ class CodecTier:
         whole = self._scratch.bytes_of("rows", n * stride).data
         return [whole[i * stride : i * stride + self.inner.row_bytes] for i in range(n)]
 
-    def _write_batch(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
+    def _write_batch(
+        self,
+        slots: Slots,
+        rows: Sequence[RowId],
+        sources: Sequence[memoryview],
+        places: Sequence[int | None],
+    ) -> list[RowStatus]:
         statuses = [RowStatus.OK] * len(rows)
         buffers = self._buffers(len(rows))
         began, plain, encoded = time.perf_counter(), 0, 0
-        for i, (row, source) in enumerate(zip(rows, sources, strict=True)):
+        for i, (row, source, place) in enumerate(zip(rows, sources, places, strict=True)):
             if self._codecs is not None and row.group not in self._codecs:
                 statuses[i] = RowStatus.FOREIGN
                 continue
             codec = self._codec_of(row.group)
-            place = self._positions.learn(int(slots[i]), row)
             first_token = None if place is None else place * codec.form.tokens
             try:
                 size = codec.encode(source[: codec.form.row_bytes], buffers[i], first_token)

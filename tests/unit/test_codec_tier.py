@@ -197,3 +197,19 @@ def test_threads_encode_side_by_side() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_threads_that_write_parts_of_a_chain_know_their_places_whoever_comes_first() -> None:
+    """The mover cuts a prompt into calls of several threads; the later part may begin before the earlier one."""
+    codec = CODECS["d4"]
+    inner = MemoryTier(encoded_row_bytes(codec), ROWS)
+    tier = CodecTier(inner, codec)
+    rows = chain_rows(8)
+    slots = tier.reserve(8)
+    assert slots is not None
+    later = threading.Thread(target=tier.write, args=(slots[4:], rows[4:], [row_of(SMALL)] * 4))
+    later.start()
+    tier.write(slots[:4], rows[:4], [row_of(SMALL)] * 4)
+    later.join()
+    positions = [read_header(memoryview(inner.published[int(slot)][1])).first_token for slot in slots]
+    assert positions == [64 * i for i in range(8)]
