@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.codec.form import RowForm
+from kvtier.codec.registry import CodecChoice, build_codec
 from kvtier.config import CacheConfig
 from kvtier.testing.clock import VirtualClock
 from kvtier.testing.fake_engine import FakeEngine, token_chain
 from kvtier.testing.faulty_tier import Fault, FaultKind, FaultyTier, Script
 from kvtier.testing.shared_memory_tier import Medium, SharedMemoryTier
+from kvtier.tiers.codec_tier import CodecTier, encoded_row_bytes
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.protocol import RowId, Tier
 from tests.storage_bench import ROW, TOKENS, Bench, keys_of
@@ -88,6 +91,18 @@ def test_what_one_engine_stored_another_loads_bit_for_bit(engines: Engines, geom
     assert counted(second, "kvtier_discoveries", "shared_fs", "all") == 1
     assert counted(second, "kvtier_discovered_rows") == 40 * geometry.groups
     assert counted(second, "kvtier_tokens", "shared_fs") == 40 * 16
+
+
+def test_what_one_engine_stored_encoded_another_finds_and_decodes(engines: Engines) -> None:
+    codec = build_codec(CodecChoice(name="zstd"), RowForm(kind="opaque", opaque_bytes=ROW_BYTES))
+    inner = [SharedMemoryTier(encoded_row_bytes(codec), 256, engines.medium) for _ in range(2)]
+    first, second = (engines.start(CodecTier(tier, codec)) for tier in inner)
+    prompt = list(range(12))
+    first.serve(prompt)
+    first.settle()
+    assert {len(row) for row in engines.medium.values()} == {encoded_row_bytes(codec)}
+    assert second.serve(prompt) == 12
+    assert counted(second, "kvtier_tokens", "shared_fs") == 12 * 16
 
 
 def test_only_what_is_missing_is_asked_for_and_a_no_is_remembered_for_a_moment(engines: Engines) -> None:
