@@ -15,10 +15,10 @@ MINUTES ?= 30
 WORKERS ?= 2
 BENCH ?= $(filter-out __init__,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
 
-.PHONY: help env env-sglang check test demo demo-sglang bench soak fmt lock clean
+.PHONY: help env env-sglang check test test-sglang demo demo-sglang bench soak fmt lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: ## Build the pinned environment .venv (minutes once, then nothing)
 	@$(STEP) "environment $(ENVIRONMENT)" $(PYTHON) scripts/environment.py requirements/$(ENVIRONMENT).toml --venv $(VENV)
@@ -34,6 +34,9 @@ check: env ## Lint, formatting, types and the direction of imports
 
 test: check ## Check and run the whole test suite (ARGS="-k nvme" narrows it; after `make env-sglang` SGLang's too)
 	@$(STEP) "tests" $(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=15 $(ARGS)
+
+test-sglang: env env-sglang ## SGLang's tests in full: every pool and layout with real servers (minutes each)
+	@$(STEP) "SGLang's tests" env KVTIER_SGLANG_FULL=1 $(RUN) -m pytest --durations=15 tests/sglang tests/contract/engine $(ARGS)
 
 demo: env ## Serve a real model through kvtier and measure (ARGS=--json for one JSON object)
 	@$(RUN) -m examples.demo $(ARGS)

@@ -92,6 +92,7 @@ class KVTierStorage(HiCacheStorage):
         that are not a cache of blocks (Mamba, sliding windows, draft models) are not stored yet."""
         name = str(getattr(host_pool_name, "value", host_pool_name))
         if name != "kv":
+            self.close()  # SGLang does not take back an attach that fails here: nothing may stay open
             raise EngineMismatchError(
                 f"this model keeps a second kind of state ({name}) beside its KV cache, which kvtier's SGLang "
                 "storage does not support yet; start it without --hicache-storage-backend"

@@ -60,11 +60,13 @@ def run_scenario(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     while_waiting: Callable[[], None] | None = None,
+    python: Path | None = None,
 ) -> Any:
     """Call `scenario(**arguments)` in a new process and return its JSON result.
 
     `work_folder` receives arguments, result and log under a name that is new for each call. `while_waiting` is called
-    about 20 times a second (a progress display). Raises ScenarioError; one killed by a signal says by which.
+    about 20 times a second (a progress display). `python` is another environment's interpreter; it must have kvtier or
+    find it through `environment`. Raises ScenarioError; one killed by a signal says by which.
     """
     name = f"{scenario.__name__}-{time.monotonic_ns()}"
     arguments_path, result_path, log_path = (work_folder / f"{name}.{ending}" for ending in ("args", "result", "log"))
@@ -72,7 +74,14 @@ def run_scenario(
     target = f"{scenario.__module__}:{scenario.__qualname__}"
     with log_path.open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "kvtier.testing.scenario", target, str(arguments_path), str(result_path)],
+            [
+                str(python or sys.executable),
+                "-m",
+                "kvtier.testing.scenario",
+                target,
+                str(arguments_path),
+                str(result_path),
+            ],
             env=engine_environment({"PYTHONPATH": _import_root(scenario), **(environment or {})}),
             cwd=work_folder,
             stdin=subprocess.DEVNULL,

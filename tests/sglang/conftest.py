@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.testing.scenario import run_scenario
 from tests.e2e import models
-from tests.sglang.server import SGLangServer, sglang_python
+from tests.sglang.server import ENVIRONMENT, REPOSITORY, SGLangServer, sglang_python
 
 HERE = Path(__file__).parent
 StartServer = Callable[..., SGLangServer]
@@ -32,6 +34,20 @@ def kvtier_storage(folder: Path, **options: Any) -> dict[str, Any]:
     """The storage level's extra configuration, with an nvme tier under `folder`."""
     engine = {"backend_name": "kvtier", "module_path": "kvtier_sglang", "class_name": "KVTierStorage"}
     return {**engine, "interface_v1": 1, "nvme_path": str(folder), "nvme_bytes": "128MiB", **options}
+
+
+def run_in_sglang(scenario: Callable[[str], Any], folder: Path) -> Any:
+    """Call `scenario(folder)` in a process of SGLang's environment, and return its JSON result."""
+    path = os.pathsep.join(str(REPOSITORY / part) for part in ("tests/sglang/cpu", "", "connectors", "kernels"))
+    environment = {**ENVIRONMENT, "PYTHONPATH": path}
+    return run_scenario(
+        scenario,
+        work_folder=folder,
+        arguments={"folder": str(folder)},
+        environment=environment,
+        timeout_s=600,
+        python=sglang_python(),
+    )
 
 
 @pytest.fixture

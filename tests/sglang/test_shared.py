@@ -12,7 +12,7 @@ from tests.e2e.models import prompt_tokens
 from tests.pool_rig import needs_mooncake, running_pool
 from tests.sglang.conftest import MLA_OPTIONS, kvtier_storage
 from tests.sglang.server import PAGE_TOKENS, SGLangServer, sglang_python
-from tests.sglang.test_levels import PROMPT_TOKENS, WHOLE, assert_conserved, tokens_from
+from tests.sglang.test_levels import EVERYTHING, PROMPT_TOKENS, WHOLE, assert_conserved, tokens_from
 
 
 def shared_storage(**tier: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def exchange(model: Path, folder: Path, storage: dict[str, Any], tier: str, rows
             assert metrics[f"kvtier_discovered_rows_total{{tier={tier}}}"] == rows * WHOLE / PAGE_TOKENS
 
 
-@pytest.mark.parametrize(("model", "rows"), [("tiny_llama", 2), ("tiny_mla", 1)])
+@pytest.mark.parametrize(("model", "rows"), [("tiny_llama", 2), ("tiny_mla", 1)] if EVERYTHING else [("tiny_llama", 2)])
 def test_two_servers_share_a_file_system(request: pytest.FixtureRequest, tmp_path: Path, model: str, rows: int) -> None:
     storage = shared_storage(shared_fs_path=str(tmp_path / "shared"), shared_fs_bytes="128MiB")
     exchange(request.getfixturevalue(model), tmp_path, storage, "shared_fs", rows)
