@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 Slots = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
+_ROWS_AT_ONCE = 512
+"""Rows of one promotion: a long prompt arrives in parts, the first ones first."""
+
 
 @dataclass(slots=True, eq=False)
 class Promotion:
@@ -305,10 +308,11 @@ class Loader:
         if slots is None:
             return started
         for index, level in enumerate(cache.lower):
-            mine = where[blocks, groups] == index
-            if mine.any():
-                self._read(request, start, level, blocks[mine], groups[mine], lower[index], slots[mine], urgency)
-                started[blocks[mine], groups[mine]] = True
+            mine = np.flatnonzero(where[blocks, groups] == index)
+            for at in range(0, len(mine), _ROWS_AT_ONCE):
+                part = mine[at : at + _ROWS_AT_ONCE]
+                self._read(request, start, level, blocks[part], groups[part], lower[index], slots[part], urgency)
+                started[blocks[part], groups[part]] = True
         return started
 
     def _read(

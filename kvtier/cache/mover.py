@@ -64,14 +64,17 @@ class Mover:
                 self._sequence += 1
                 link.push(Chunk(int(transfer.urgency), self._sequence, transfer, start, stop))
 
-    def collect(self) -> list[Transfer]:
-        """Transfers that ended since the last call, in order of ending. Never blocks."""
+    def collect(self, rows: int | None = None) -> list[Transfer]:
+        """Transfers that ended since the last call, in order of ending; with `rows`, as many as bring so many rows, one
+        at least, and the others next time. Never blocks."""
         if not self._done:
             return []
+        found: list[Transfer] = []
         with self._lock:
-            done = list(self._done)
-            self._done.clear()
-        return done
+            while self._done and (rows is None or rows > 0):
+                found.append(self._done.popleft())
+                rows = None if rows is None else rows - len(found[-1].slots)
+        return found
 
     def cancel(self, transfer: Transfer) -> None:
         """Drop what has not begun. The transfer still comes back through `collect`, at once if nothing of it moves."""

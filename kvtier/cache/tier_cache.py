@@ -51,6 +51,8 @@ from kvtier.tiers.protocol import RecoveredRow, Tier, TierProbe, is_shared
 
 Slots = npt.NDArray[np.int32]
 
+_ROWS_A_POLL = 512
+"""Rows taken in by one poll, or one transfer: what arrives at once is spread over a few engine steps."""
 _WATCH_S = 0.5
 """How often transfers under way are looked at for one that hangs."""
 
@@ -231,7 +233,6 @@ class TierCache:
         self.loader.forget(request)
         self.loader.release_hold(request)
         self._let_go(request)
-        self._accounting.ended(request, outcome)
         self.finish(request, outcome)
         self._ghosts.prune()
         self.hinted.started(request)
@@ -240,11 +241,12 @@ class TierCache:
         self.look_ahead.started(request)
 
     def finish(self, request: CachedRequest, outcome: Outcome) -> None:
-        """The request will generate nothing more: its forecast starts here. `close_request` does this too; an engine
-        that frees a request's blocks before it may be closed says so first."""
+        """The request will generate nothing more: it is counted, and its forecast starts. `close_request` does this
+        too; an engine that frees a request's blocks before it may be closed says so first."""
         if request.finished:
             return
         request.finished = True
+        self._accounting.ended(request, outcome)
         path = self.tree.insert(request.chain)
         now = self.clock.now()
         self.forecast.on_finish(path, request.context, outcome, now)
@@ -287,16 +289,19 @@ class TierCache:
                 for level in self.lower:
                     if level.name == name:
                         level.health.stalled()
-        for transfer in self.mover.collect():
-            if isinstance(transfer.tag, Promotion):
-                self.loader.finished(transfer)
-            else:
-                self.storer.finished(transfer)
+        self._take_in_transfers(_ROWS_A_POLL)
         if self._leaving.levels:
             self._leaving.step(lambda level: not level.moving and not self.storer.under_way(level))
         now = self.clock.now()
         self.hinted.tick(now)
         self.watch.tick(now)
+
+    def _take_in_transfers(self, rows: int | None = None) -> None:
+        for transfer in self.mover.collect(rows):
+            if isinstance(transfer.tag, Promotion):
+                self.loader.finished(transfer)
+            else:
+                self.storer.finished(transfer)
 
     def stepped(self) -> None:
         """The engine has chosen what to run: whoever is still in the queue is looked ahead for."""
@@ -360,6 +365,7 @@ class TierCache:
         self.mover.drain(drain_s)
         self.mover.close(drain_s)
         self.poll()
+        self._take_in_transfers()
         self.hinted.clear()
         for request in list(self._live):
             self.end_load(request)
