@@ -17,6 +17,7 @@ from kvtier.bench.control import bench_control, index_bytes_per_block
 from kvtier.bench.disk import bench_nvme
 from kvtier.bench.hardware import hardware_file
 from kvtier.bench.memory import bench_memory
+from kvtier.bench.pool import bench_pool
 from kvtier.bench.turns import Line, usable_cpus
 from kvtier.cli.progress import StepProgress
 from kvtier.config import parse_bytes
@@ -37,6 +38,7 @@ def bench() -> None:
 def tiers(
     path: Annotated[str, typer.Option(help="A folder on the drive to measure.")] = tempfile.gettempdir(),
     cxl: Annotated[str, typer.Option(help="A devdax device or node:N; empty: a file in /dev/shm stands in.")] = "",
+    pool: Annotated[str, typer.Option(help="HOST:PORT of a mooncake_master; empty: the pool is not measured.")] = "",
     block: Annotated[str, typer.Option(help="Bytes of a block.")] = "1MiB",
     depth: Annotated[int, typer.Option(min=1, max=64, help="Calls in flight on the drive.")] = 8,
     threads: Annotated[int, typer.Option(min=0, max=64, help="Threads that copy; 0: one a CPU, two at most.")] = 0,
@@ -67,7 +69,10 @@ def tiers(
                 typer.echo("fio is not installed: the limit of nvme is raw preadv (apt install fio)", err=True)
             yield from bench_nvme(path, block_bytes, depth, rounds, seconds, total_bytes)
 
-    steps = sum(_STEPS[part] for part in parts)
+        if pool:
+            yield from bench_pool(pool, block_bytes, 5 * rounds)
+
+    steps = 2 * bool(pool) + sum(_STEPS[part] for part in parts)
     found: list[Line] = []
     with StepProgress() as progress:
         for line in lines():

@@ -20,6 +20,7 @@ from kvtier.bench.turns import Line, Turn, Workers, compare
 from kvtier.cli.main import app
 from kvtier.errors import ConfigError
 from kvtier.sim.node.hardware import load_hardware
+from tests.pool_rig import needs_mooncake, running_pool
 
 KEYS = {"tier", "op", "block_bytes", "depth", "bytes_per_s", "limit", "limit_bytes_per_s", "ratio", "p99_s"}
 SMALL = ["--block", "64KiB", "--total", "4MiB", "--seconds", "0.05", "--rounds", "3", "--depth", "2"]
@@ -46,6 +47,21 @@ def test_one_json_object_a_line_and_nothing_left_behind(tmp_path: Path) -> None:
     point = load_hardware(str(out))
     assert point.links.nvme_read.bytes_per_s == measured[-1]["bytes_per_s"]
     assert point.links.d2h.bytes_per_s == measured[2]["bytes_per_s"]
+
+
+@needs_mooncake
+def test_a_running_pool_is_measured_beside_its_own_client() -> None:
+    with running_pool(2, 256 << 20) as pool:
+        done = CliRunner().invoke(
+            app, ["bench", "tiers", "--json", *SMALL, "--only", "control", "--pool", pool.address]
+        )
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"tier":"pool"')]
+    assert [(line["op"], line["limit"]) for line in lines] == [
+        ("write", "mooncake client"),
+        ("read", "mooncake client"),
+    ]
+    assert all(set(line) == KEYS and line["ratio"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize(
