@@ -28,7 +28,8 @@ from kvtier.errors import ConfigError
 from kvtier.model.layout import Layout
 from kvtier.predict.roles import ChatMarkers
 from kvtier.tiers.dram import DramTier
-from kvtier.tiers.open import Share, Site, open_lower_tiers, register_memory
+from kvtier.tiers.open import Share, Site, open_lower_tiers, open_tier, register_memory
+from kvtier.tiers.protocol import Tier
 from kvtier_vllm.identity import geometry_of, key_space_of, layout_of
 from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.markers import chat_markers
@@ -172,6 +173,13 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         lower, missing = open_lower_tiers(site)
         register_memory(lower, rows)
         cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower)
+
+        def reopen(name: str) -> Tier:
+            tier = open_tier(site, name)
+            register_memory([tier], rows)
+            return tier
+
+        cache.reopen = reopen
         for name in missing:
             cache.recorder.add("kvtier_faults", 1, name, "not_opened")
         logger.info(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvtier.cache.tier_cache import TierCache
-from kvtier.errors import HintError
+from kvtier.errors import ConfigError, HintError
 from kvtier.observe.endpoint import TOKEN_VARIABLE, ControlServer, parse_address
 from kvtier.place.hint_message import parse_hints
 from kvtier.place.hints import Hint
@@ -35,7 +35,12 @@ class Control:
         self.server: ControlServer | None = None
         if cache.config.control:
             host, port = parse_address(cache.config.control)
-            routes = {"POST /v1/hints": self._hints, "GET /v1/state": self._state}
+            routes = {
+                "POST /v1/hints": self._hints,
+                "POST /v1/tiers/detach": self._detach,
+                "POST /v1/tiers/attach": self._attach,
+                "GET /v1/state": self._state,
+            }
             # From the environment: an engine prints its configuration.
             self.server = ControlServer(host, port + port_offset, os.environ.get(TOKEN_VARIABLE, ""), routes)
             self.keep_time()
@@ -121,6 +126,33 @@ class Control:
                 ],
             }
 
+    def _detach(self, body: object) -> object:
+        """Let go of the tier named; says whether it has gone, or still ends what it had begun."""
+        name = _tier_named(body)
+        with self._locked():
+            gone = self._cache.detach(name, wait_s=0.0)
+        deadline = time.monotonic() + _PATIENCE_S
+        while not gone and time.monotonic() < deadline:
+            time.sleep(0.02)
+            with self._locked():
+                self._cache.poll()
+                gone = not self._cache.is_leaving(name)
+        return {"tier": name, "gone": gone}
+
+    def _attach(self, body: object) -> object:
+        """Open the tier named as it is configured and take it in; says how many rows it brings."""
+        name, reopen = _tier_named(body), self._cache.reopen
+        if reopen is None:
+            raise HintError("this engine cannot open tiers again; restart it")
+        tier = reopen(name)
+        probe = tier.probe()
+        try:
+            with self._locked():
+                return {"tier": name, "rows": self._cache.attach(tier, probe)}
+        except (ConfigError, TimeoutError):
+            tier.close()
+            raise
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -141,3 +173,10 @@ class Control:
                         cache.poll()
                 finally:
                     cache.lock.release()
+
+
+def _tier_named(body: object) -> str:
+    name = body.get("tier") if isinstance(body, dict) else None
+    if not isinstance(name, str):
+        raise HintError('name the tier, as {"tier": "nvme"}')
+    return name

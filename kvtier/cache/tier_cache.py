@@ -101,6 +101,8 @@ class TierCache:
         self.prefill = PrefillModel()
         self.traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in lower])
         self.memory_row = memory_row
+        # Opens a configured tier again, from any thread; set by the connector.
+        self.reopen: Callable[[str], Tier] | None = None
         self.seals = Seals(memory.stats().capacity_rows)
         self.mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets, self.clock.now)
         self.epoch = 0
@@ -398,6 +400,10 @@ class TierCache:
             if level.residency.extent(segment) and not any(other.residency.extent(segment) for other in self.lower):
                 self._evict_orphans(segment, self.memory.residency.extent(segment))
         return self._leaving.wait(name, self.poll, wait_s)
+
+    def is_leaving(self, name: str) -> bool:
+        """Whether a tier of this name was detached and still ends what it had begun."""
+        return any(level.name == name for level in self._leaving.levels)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if index, residency or reachability is broken. Costs a full traversal."""

@@ -206,6 +206,19 @@ def register_memory(tiers: Sequence[Tier], memory: memoryview) -> None:
             logger.warning("kvtier: %s copies rows, their memory could not be registered; raise ulimit -l", tier.name)
 
 
+def open_tier(site: Site, name: str, openers: Mapping[str, Opener] | None = None) -> Tier:
+    """Open one configured tier again, after it was detached. Blocks. Raises ConfigError or TierError."""
+    known = openers or _OPENERS
+    if name not in known:
+        raise ConfigError(f"no tier is called {name!r}; there are: {', '.join(known)}")
+    outcome = _Opening(name, known[name], site).outcome(time.monotonic() + OPEN_TIMEOUT_S)
+    if isinstance(outcome, Exception):
+        raise outcome
+    if outcome is None:
+        raise ConfigError(f"the tier {name!r} is not configured: set {_NAMED_BY.get(name, name)} and start again")
+    return outcome
+
+
 class _Opening:
     """One tier being opened in a thread of its own, so that a medium that hangs holds up nobody."""
 

@@ -173,3 +173,23 @@ def test_the_command_line_hints_and_says_what_became_of_it(rig: Rig) -> None:
         done = run(app, arguments)
         assert isinstance(done.exception, HintError)
         assert said in str(done.exception)
+
+
+def test_tiers_are_detached_and_attached_again(rig: Rig) -> None:
+    rig.engine.serve(range(4))
+    rig.engine.settle()
+    kept = rig.cache.lower[0].tier
+    assert isinstance(kept, MemoryTier)
+    assert rig.call("POST", "/v1/tiers/detach", {"tier": "nvme"}) == (200, {"tier": "nvme", "gone": True})
+    assert not rig.cache.lower
+    assert rig.call("POST", "/v1/tiers/attach", {"tier": "nvme"})[0] == 400, "nobody said how"
+    rig.cache.reopen = lambda name: kept.reopen()
+    assert rig.call("POST", "/v1/tiers/attach", {"tier": "nvme"}) == (
+        200,
+        {"tier": "nvme", "rows": len(kept.published)},
+    )
+    status, answer = rig.call("POST", "/v1/tiers/detach", {"tier": "tape"})
+    assert status == 400
+    assert "there are: nvme" in answer["error"]
+    assert rig.call("POST", "/v1/tiers/attach", {"tier": "nvme"})[0] == 400, "it is there already"
+    assert rig.call("POST", "/v1/tiers/attach", [])[0] == 400
