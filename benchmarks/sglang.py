@@ -21,7 +21,7 @@ from rich.console import Console
 from kvtier.testing.prepared import cache_root
 from tests.e2e.models import prompt_tokens, tiny_llama
 from tests.sglang.backends import BACKENDS, Backend
-from tests.sglang.server import PAGE_TOKENS, ServerError, SGLangServer
+from tests.sglang.server import PAGE_TOKENS, ServerError, SGLangServer, sglang_python
 
 _PROMPT_TOKENS = 3_003
 _WHOLE = _PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
@@ -69,6 +69,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--rounds", type=int, default=5, help="times each backend is attached and measured (default 5)")
     options = parser.parse_args()
+    if sglang_python() is None:
+        print("skipped: there is no environment with SGLang; make it with `make env-sglang`")
+        return 0
     root = cache_root() / "benchmarks"  # on a disk: /tmp may be memory
     root.mkdir(parents=True, exist_ok=True)
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +25,7 @@ from kvtier.cache.level import Level
 from kvtier.cache.mover import Mover
 from kvtier.cache.paths import Paths, Run
 from kvtier.cache.recovery import rebuild
+from kvtier.cache.storing import Storing
 from kvtier.cache.tier_cache import Geometry
 from kvtier.cache.traffic import Traffic
 from kvtier.cache.visits import Question, Visits
@@ -67,7 +67,7 @@ class StorageCache:
         found = [(self._level(tier), rows) for tier, rows in zip(tiers, recovered, strict=True)]
         self.levels = by_cost(level for level, _ in found)
         self._leaving = Leaving(self.tree)
-        self._writing: defaultdict[Level, set[tuple[bytes, int]]] = defaultdict(set)
+        self._storing = Storing(self.levels, self.tree, self._paths, self.recorder, geometry)
         self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens)
         self._ghosts = Ghosts(self.tree, self._residencies, config.ghost_blocks)
         self._mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets)
@@ -92,7 +92,9 @@ class StorageCache:
             self._visits.expire(self.clock.now())
             self._land_late()
             runs = self._paths.place(keys, head)
-            asked = self._inquiry.ask(runs, _leading(self._present(runs, chain_length(keys))), chain_length(keys))
+            asked = self._inquiry.ask(
+                runs, _leading(self._storing.present(runs, chain_length(keys))), chain_length(keys)
+            )
         late = self._inquiry.wait(asked)
         with self._lock:
             self._inquiry.take_in(late)
@@ -138,14 +140,16 @@ class StorageCache:
                 # Before room is made, so that nothing of this path is the next victim.
                 for run in runs:
                     self._visits.stored(run.keys, run.before, run.chain, not run.known, now)
-                copies = [copy for level in self.levels for copy in self._writes(level, runs, sources)]
+                begin, now_in = self._storing.begin, self._generation
+                copies = [copy for level in self.levels for copy in begin(level, runs, sources, now_in)]
             late = carry(self._mover, copies, time.monotonic() + self.config.load_deadline_s)
             with self._lock:
                 self._give_up(late)
                 for copy in copies:
                     if not copy.abandoned:
-                        self._landed_write(copy)
-                present = self._present(runs, n)
+                        self._note_transfer(copy)
+                        self._storing.landed(copy, self._generation)
+                present = self._storing.present(runs, n)
                 self._ghosts.prune()
         return [bool(there) for there in present]
 
@@ -243,45 +247,12 @@ class StorageCache:
 
     # --- questions ----------------------------------------------------------------------------------------------
 
-    def _where(self, runs: list[Run], n: int) -> tuple[Levels, list[Slots], list[MissReason]]:
-        """For every block the fastest usable level that has all of it (-1: none), its slots by level, and why it would
-        be a miss."""
-        where = np.full(n, -1, np.int8)
-        slots = [np.full((n, self.geometry.groups), ABSENT, np.int32) for _ in self.levels]
-        known, down, writing = (np.zeros(n, np.bool_) for _ in range(3))
-        for run in runs:
-            known[run.part] = run.known
-        for index in range(len(self.levels) - 1, -1, -1):
-            level = self.levels[index]
-            for run in runs:
-                slots[index][run.part] = self._paths.slots(level, run)
-            whole = (slots[index] != ABSENT).all(axis=1)
-            if whole.any() and level.health.usable():
-                where[whole] = index
-            else:
-                down |= whole
-            writing |= self._under_way(level, runs, n).any(axis=1)
-        reasons = np.full(n, MissReason.NEVER_SEEN, object)
-        reasons[known] = MissReason.EVICTED
-        reasons[writing] = MissReason.IN_FLIGHT
-        reasons[down] = MissReason.TIER_DOWN
-        return where, slots, reasons.tolist()
-
-    def _under_way(self, level: Level, runs: list[Run], n: int) -> Mask:
-        """Rows another call is writing to a level: (blocks, groups)."""
-        rows, writing = np.zeros((n, self.geometry.groups), np.bool_), self._writing[level]
-        for run in runs if writing else []:
-            for i, key in enumerate(run.keys):
-                for group in range(self.geometry.groups):
-                    rows[run.start + i, group] = (key, group) in writing
-        return rows
-
     def _offer(self, keys: bytes, runs: list[Run], began: float) -> int:
         """How many blocks of a question are offered, now that all is known that can be; promises them."""
         if self._closed:
             return 0
         now = self.clock.now()
-        where, slots, reasons = self._where(runs, chain_length(keys))
+        where, slots, reasons = self._storing.where(runs, chain_length(keys))
         found = _leading(where >= 0)
         offered = self._gate(runs[0].depth, where[:found])
         reasons[offered:found] = [MissReason.DECLINED_RECOMPUTE_CHEAPER] * (found - offered)
@@ -356,67 +327,6 @@ class StorageCache:
         failure = None if leading == len(done) else failed.get(leading, MissReason.EVICTED)
         self._visits.loaded(keys[:KEY_BYTES], names, failure, self.clock.now())
 
-    # --- stores -------------------------------------------------------------------------------------------------
-
-    def _present(self, runs: list[Run], n: int) -> Mask:
-        """Blocks that some tier has, or is being given."""
-        present = np.zeros(n, np.bool_)
-        for level in self.levels:
-            rows = self._under_way(level, runs, n)
-            for run in runs:
-                rows[run.part] |= self._paths.slots(level, run) != ABSENT
-            present |= rows.all(axis=1)
-        return present
-
-    def _writes(self, level: Level, runs: list[Run], sources: Buffers) -> list[Copy]:
-        """Rows the level lacks, with slots reserved; the head of them if there is not room for all."""
-        n = runs[-1].start + runs[-1].count
-        missing = ~self._under_way(level, runs, n)
-        for run in runs:
-            missing[run.part] &= self._paths.slots(level, run) == ABSENT
-        if not missing.any():
-            return []
-        if not level.health.usable():
-            self.recorder.add("kvtier_stores_refused", int(missing.sum()), level.name, "tier_down")
-            return []
-        copies = []
-        for run in runs:
-            rows = missing[run.part]
-            slots = self._room(level, run, rows)
-            if len(slots):
-                copy = Copy.of(level, run, rows, slots, sources, read=False, generation=self._generation)
-                self._writing[level].update((row.key, row.group) for row in copy.rows)
-                copies.append(copy)
-        return copies
-
-    def _room(self, level: Level, run: Run, rows: Mask) -> Slots:
-        """Slots for the rows marked, in order of blocks; where there is not room for all, unmarks the last ones."""
-        wanted, slots = int(rows.sum()), np.empty(0, np.int32)
-        held = level.residency.slots_of(self.tree.walk(run.chain)).ravel()
-        with level.book.take(held[held != ABSENT], "the head of a store"):
-            while rows.any():
-                made = level.make_room(int(rows.sum()))
-                if made is not None:
-                    slots = made
-                    break
-                blocks = np.flatnonzero(rows.any(axis=1))
-                rows[blocks[len(blocks) // 2] :] = False
-        self.recorder.add("kvtier_stores_refused", wanted - len(slots), level.name, "no_room")
-        return slots
-
-    def _landed_write(self, copy: Copy) -> None:
-        self._note_transfer(copy)
-        self._writing[copy.level].difference_update((row.key, row.group) for row in copy.rows)
-        ok = copy.ok & (copy.generation == self._generation)
-        if (~ok).any():
-            copy.level.tier.release(copy.slots[~ok])
-        blocks = copy.at - copy.run.start + copy.run.depth
-        # The engine has the blocks before these in its own memory, so they can be reached even if this tier lost them.
-        elsewhere = np.ones(copy.run.depth, np.bool_)
-        for group in np.unique(copy.groups[ok]):
-            mine = ok & (copy.groups == group)
-            copy.level.publish(copy.run.chain, int(group), blocks[mine], copy.slots[mine], elsewhere)
-
     # --- transfers ----------------------------------------------------------------------------------------------
 
     def _note_transfer(self, copy: Copy) -> None:
@@ -442,11 +352,9 @@ class StorageCache:
             if isinstance(copy, Copy) and copy.abandoned:
                 self._note_transfer(copy)
                 if not transfer.read:
-                    self._writing[copy.level].difference_update((row.key, row.group) for row in copy.rows)
-                    copy.level.tier.release(copy.slots)
-
+                    self._storing.landed_for_nobody(copy)
         if self._leaving.levels:
-            self._leaving.step(lambda level: not level.book.outstanding and not self._writing[level])
+            self._leaving.step(lambda level: not level.book.outstanding and self._storing.idle(level))
 
     def _step(self) -> None:
         with self._lock:
