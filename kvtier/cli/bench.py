@@ -26,7 +26,7 @@ from kvtier.errors import ConfigError
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
 _TARGETS = {"dram": 0.9, "cxl": 0.9, "nvme": 0.8, "pool": 0.9, "checksum": 0.95, "index": 1.0}
-_STEPS = {"control": 3, "memory": 6, "nvme": 2}
+_STEPS = {"control": 3, "memory": 6, "nvme": 4}
 
 
 @app.callback()
