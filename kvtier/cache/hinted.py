@@ -213,7 +213,8 @@ class Hinted:
             return
         cache.loader.release_hold(keeper)
         limit = self._granted_blocks(self.standing(session))
-        keeper.limit_blocks = limit if limit is not None else chain_length(keeper.chain)
+        most = chain_length(keeper.chain) if limit is None else limit
+        keeper.limit_blocks = min(most, self._room() // cache.groups)
         before = len(keeper.awaited)
         self._fetching = True
         try:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from examples.demo.prepare_model import smollm2
 from tests.e2e import scenarios_placement as scenarios
 from tests.e2e.conftest import RunScenario
 
@@ -29,17 +28,19 @@ def tokens_from(sources: dict[str, float], source: str) -> float:
     return sources.get(f"kvtier_tokens_total{{source={source}}}", 0.0)
 
 
-def test_a_tier_a_hundred_times_too_slow_is_declined_and_costs_nothing(run: RunScenario, tmp_path: Path) -> None:
-    kvtier = options(tmp_path, dram_bytes="128MiB", nvme_bytes="512MiB")
+def test_a_tier_a_hundred_times_too_slow_is_declined_and_costs_nothing(
+    run: RunScenario, tmp_path: Path, tiny_llama: str
+) -> None:
+    kvtier = options(tmp_path)
     result = run(
-        scenarios.crawling_tier, model=str(smollm2()), tokens=300, pairs=6, slowdown=100.0, kvtier=kvtier, engine=POOL
+        scenarios.crawling_tier, model=tiny_llama, tokens=600, pairs=12, slowdown=100.0, kvtier=kvtier, engine=POOL
     )
     counted = result["metrics"]
     declined = counted.get("kvtier_miss_tokens_total{reason=declined_recompute_cheaper}", 0.0)
-    assert declined >= 6 * 288, "every prompt found there was computed instead"
+    assert declined >= 12 * 576, "every prompt found there was computed instead"
     assert tokens_from(counted, "nvme") == 0.0
-    # A busy machine moves medians by more than the 5 % that hold on a quiet one (docs/placement.md).
-    assert result["found_s"] <= 1.25 * result["new_s"]
+    # The bar is 5 %; medians of some ten milliseconds move by more than that on a busy machine.
+    assert result["found_s"] <= 1.25 * result["new_s"] + 0.005
     assert result["leases"] == 0
 
 
@@ -47,7 +48,7 @@ def test_a_tier_a_hundred_times_too_slow_is_declined_and_costs_nothing(run: RunS
 def test_an_announced_session_is_served_from_memory_and_not_from_below(
     run: RunScenario, tmp_path: Path, tiny_llama: str, hinted: bool
 ) -> None:
-    kvtier = options(tmp_path, dram_bytes="1MiB", gate=False, policy="lru", control=f"127.0.0.1:{free_port()}")
+    kvtier = options(tmp_path, dram_bytes="4MiB", gate=False, policy="lru", control=f"127.0.0.1:{free_port()}")
     result = run(scenarios.announced_session, model=tiny_llama, tokens=300, hinted=hinted, kvtier=kvtier, engine=POOL)
     assert result["cached"] == 288
     assert tokens_from(result["sources"], "dram" if hinted else "nvme") == 288
@@ -76,4 +77,4 @@ def test_a_burst_that_shares_a_prefix_is_not_slowed_down(run: RunScenario, tmp_p
         )
         for kvtier in (None, options(tmp_path))
     ]
-    assert seconds[1] <= 1.2 * seconds[0], "on a quiet machine it is faster (docs/placement.md)"
+    assert seconds[1] <= 1.2 * seconds[0], "the bar is 1; a busy machine needs some room"
