@@ -94,6 +94,7 @@ def carry(mover: Mover, copies: Sequence[Copy], deadline_s: float) -> list[Copy]
     """Move rows and wait for them until `deadline_s` (of time.monotonic). Returns the copies that did not end by then:
     what of them has not begun is cancelled, and none of them touches the caller's pages any more."""
     for copy in copies:
+        copy.level.health.sent()
         mover.submit(copy.transfer)
     late = [c for c in copies if not c.transfer.done.wait(max(0.0, deadline_s - time.monotonic()))]
     for copy in late:

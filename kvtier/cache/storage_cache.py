@@ -1,8 +1,8 @@
 """StorageCache: kvtier below an engine that keeps device and host memory itself (SGLang's HiCache).
 
 The engine asks (`find`), reads into its own pages (`load`) and writes from them (`store`), from several threads at
-once. Index, residency, policies, leases and accounting are those of TierCache; what is different is who waits: the
-calling thread itself carries the bytes, or shares a read among the I/O threads.
+once. Index, residency, policies, leases, health and accounting are those of TierCache; what is different is who waits:
+the calling thread, until the I/O threads have carried its bytes or `load_deadline_s` is over.
 
 Thread-safe. One lock guards all decisions; bytes move outside it.
 """

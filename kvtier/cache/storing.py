@@ -76,6 +76,9 @@ class Storing:
             for run in runs:
                 slots[index][run.part] = self._paths.slots(level, run)
             whole = (slots[index] != ABSENT).all(axis=1)
+            failed = self._failed_lately(level, runs, n)
+            down |= whole & failed
+            whole &= ~failed
             if whole.any() and level.health.usable():
                 where[whole] = index
             else:
@@ -86,6 +89,14 @@ class Storing:
         reasons[writing] = MissReason.IN_FLIGHT
         reasons[down] = MissReason.TIER_DOWN
         return where, slots, reasons.tolist()
+
+    def _failed_lately(self, level: Level, runs: list[Run], n: int) -> Mask:
+        """Blocks of which a row could not be read a while ago: left alone for now."""
+        failed, rows = np.zeros(n, np.bool_), level.health.failed_rows
+        for run in runs if len(rows) else []:
+            for i, key in enumerate(run.keys):
+                failed[run.start + i] = any(rows.holds(key, group) for group in range(self._groups))
+        return failed
 
     def begin(self, level: Level, runs: list[Run], sources: Buffers, generation: int) -> list[Copy]:
         """Copies of the rows the level lacks, with slots reserved; the head of them if there is not room for all."""

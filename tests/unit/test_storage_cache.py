@@ -144,6 +144,9 @@ def test_a_block_that_cannot_be_read_is_a_miss_with_its_reason(kind: FaultKind, 
     assert done == [True, False] or kind is not FaultKind.FLIP
     bench.cache.settle()
     assert bench.count("kvtier_miss_tokens", reason) >= TOKENS
+    assert bench.find(chain) == 1, "left alone for a while"
+    bench.cache.settle()
+    bench.clock.advance(2.0)
     expected = {"corrupt": 1}.get(reason, 2)
     assert bench.find(chain) == expected, "what is damaged leaves the tier, what could not be read may be tried again"
     bench.check()
@@ -175,6 +178,7 @@ def test_a_tier_that_keeps_failing_is_left_alone() -> None:
     chain = keys_of(1)
     bench.store(chain)
     for _ in range(5):
+        bench.clock.advance(300.0)  # the row that failed is left alone for a while, too
         assert bench.find(chain) == 1
         assert bench.load(chain) == [False]
         bench.cache.settle()
