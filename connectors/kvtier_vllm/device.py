@@ -76,4 +76,4 @@ def watch_device(pool: BlockPool, manager: KVTierManager, vllm_config: VllmConfi
     scheduler = vllm_config.scheduler_config
     block_tokens = cache.block_tokens // parts
     window = math.ceil(scheduler.max_num_batched_tokens / block_tokens) * len(groups) + scheduler.max_num_seqs
-    return Device(watch, Steering(pool, view, window, cache.recorder), cache.lock)
+    return Device(watch, Steering(pool, view, window, cache.recorder, cache.clock), cache.lock)

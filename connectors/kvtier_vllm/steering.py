@@ -17,22 +17,27 @@ from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 
 from kvtier.cache.device import DeviceView
+from kvtier.clock import Clock
 from kvtier.observe.metrics import Recorder
 
 logger = init_logger("vllm.kvtier")
 
-MOVES_A_STEP = 512  # about 0.3 ms
+MOVES_A_STEP = 256
+_AGAIN_S = 1.0  # worth changes with time: put in order anew, although nothing came or went
 
 
 class Steering:
     """Orders the head of one pool's free queue. `window` is how many blocks one engine step may take."""
 
-    def __init__(self, pool: BlockPool, view: DeviceView, window: int, recorder: Recorder) -> None:
+    def __init__(self, pool: BlockPool, view: DeviceView, window: int, recorder: Recorder, clock: Clock) -> None:
         self._pool = pool
         self._view = view
         self._window = max(1, min(window, MOVES_A_STEP))
         self._recorder = recorder
+        self._clock = clock
         self._moves_left = MOVES_A_STEP
+        self._state = (-1, -1, -1)  # of the queue and the view when it was put in order last
+        self._again_s = 0.0
         self.off = ""
         self.moved = 0
         self._check(self._queue_is_sound(len(pool.blocks)))
@@ -52,14 +57,24 @@ class Steering:
 
     def _steer(self) -> None:
         queue, window = self._pool.free_block_queue, min(self._window, self._moves_left)
-        bare, front = self._front(window)
+        first = queue.fake_free_list_head.next_free_block
+        state = (queue.num_free_blocks, first.block_id, self._view.residency.resident_rows)
+        if state == self._state and self._clock.now() < self._again_s:
+            return
+        bare = self._bare(window)
         rows = min(window, queue.num_free_blocks) - len(bare)
-        if rows <= 0:
-            return
-        chosen = [block for i in self._view.next_out(rows) if self._may_move(block := self._pool.blocks[i])][:rows]
-        if not chosen or all(one is other for one, other in zip(chosen, front, strict=False)):
-            return
-        free, out = queue.num_free_blocks, []
+        if rows > 0:
+            blocks = self._pool.blocks
+            chosen = [block for i in self._view.next_out(rows) if self._may_move(block := blocks[i])][:rows]
+            if chosen and not self._lead(bare, chosen):
+                self._move(bare, chosen)
+        first = queue.fake_free_list_head.next_free_block
+        self._state = (queue.num_free_blocks, first.block_id, self._view.residency.resident_rows)
+        self._again_s = self._clock.now() + _AGAIN_S
+
+    def _move(self, bare: list[Any], chosen: list[Any]) -> None:
+        queue, out = self._pool.free_block_queue, []
+        free = queue.num_free_blocks
         try:
             for block in (*bare, *chosen):
                 queue.remove(block)
@@ -72,18 +87,23 @@ class Steering:
         problem = "" if queue.num_free_blocks == free else "the queue lost count"
         self._check(problem or self._queue_is_sound(len(out)))
 
-    def _front(self, limit: int) -> tuple[list[Any], list[Any]]:
-        """The blocks at the head of the queue: those without a hash, and those after them, `limit` together."""
+    def _bare(self, limit: int) -> list[Any]:
+        """The blocks without a hash at the head of the queue, `limit` at most."""
         bare: list[Any] = []
-        front: list[Any] = []
         block, end = self._pool.free_block_queue.fake_free_list_head.next_free_block, self._end
-        while block is not end and len(bare) + len(front) < limit:
-            if block.block_hash is None and not front:
-                bare.append(block)
-            else:
-                front.append(block)
+        while block is not end and block.block_hash is None and len(bare) < limit:
+            bare.append(block)
             block = block.next_free_block
-        return bare, front
+        return bare
+
+    def _lead(self, bare: list[Any], chosen: list[Any]) -> bool:
+        """Whether the queue goes on with `chosen`, in this order, after `bare`."""
+        before = bare[-1] if bare else self._pool.free_block_queue.fake_free_list_head
+        for block in chosen:
+            if before.next_free_block is not block:
+                return False
+            before = block
+        return True
 
     @property
     def _end(self) -> Any:

@@ -60,7 +60,7 @@ class SchedulerWithoutModel:
             return None if tracked is None else Owner(lambda: manager.chain_of(tracked))
 
         watch = PoolWatch(pool, view, 1, {0: 0}, owner_of)
-        self._steering = Steering(pool, view, blocks, self._cache.recorder) if order == "kvtier" else None
+        self._steering = Steering(pool, view, blocks, self._cache.recorder, self._clock) if order == "kvtier" else None
         self._device = Device(watch, self._steering, self._cache.lock)
         self._count = 0
 

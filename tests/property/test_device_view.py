@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
         )
         columns = {group: group * self.parts for group in range(groups)}
         watch = PoolWatch(self.pool, self.view, self.parts, columns, self._owner)
-        steering = Steering(self.pool, self.view, 8, self.cache.recorder) if self.steered else None
+        steering = Steering(self.pool, self.view, 8, self.cache.recorder, self.clock) if self.steered else None
         self.device = Device(watch, steering, self.cache.lock)
         self.waiting: list[Request] = []
         self.running: list[Request] = []

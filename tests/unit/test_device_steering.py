@@ -61,7 +61,7 @@ def test_a_queue_without_the_methods_is_never_steered(
 ) -> None:
     pool = engine._engine.block_pool
     monkeypatch.setattr(type(pool.free_block_queue), "prepend_n", None)
-    steering = Steering(pool, engine._device.watch.view, 8, engine._cache.recorder)
+    steering = Steering(pool, engine._device.watch.view, 8, engine._cache.recorder, engine._clock)
     assert steering.off == "the queue has no prepend_n"
     assert off_count(engine) == 1
     steering.steer()
