@@ -23,6 +23,7 @@ from kvtier.errors import ConfigError, KVTierError
 TOKEN_VARIABLE = "KVTIER_CONTROL_TOKEN"
 _MOST_BYTES = 1 << 20
 _PATIENCE_S = 10.0
+_POLL_S = 0.1  # how soon `close` is heard
 
 Answer = object
 Route = Callable[[object], Answer]
@@ -65,7 +66,9 @@ class ControlServer:
             self._server = _Server((host, port), token, routes)
         except OSError as error:
             raise ConfigError(f"control cannot listen on {host}:{port}: {error.strerror}; choose another") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvtier-control", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="kvtier-control", daemon=True
+        )
         self._thread.start()
 
     @property
