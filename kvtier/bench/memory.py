@@ -18,7 +18,7 @@ from kvtier.tiers.cxl.format import REGION_ALIGN_BYTES
 from kvtier.tiers.cxl.medium import find_place
 from kvtier.tiers.dram import DramTier
 
-_CALL_BYTES = 4 << 20
+_CALL_BYTES = 16 << 20  # what the mover hands a tier at most, by default
 
 
 def bench_memory(
