@@ -1,6 +1,6 @@
 """What stays on the device: vLLM's own order of eviction against kvtier's, on streams of agents and passers-by.
 
-    python -m benchmarks.hbm [--seeds 1,2,3] [--requests 300] [--agents 4,6,8] [--blocks 41] [--live] [--json]
+    python -m benchmarks.hbm [--seeds 1,2,3] [--requests 300] [--agents 4,6,8] [--blocks 41] [--live] [--cost]
 
 Each stream (tests/e2e/agent_stream.py) is served twice, with `hbm_policy` "engine" and "kvtier". Without `--live`
 vLLM's real KVCacheManager and block pool run with kvtier's real manager and no model, one request at a time; with it, a
@@ -13,9 +13,11 @@ import argparse
 import json
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -51,6 +53,24 @@ def live(seed: int, requests: int, agents: int, order: str, folder: Path) -> dic
     return {**{k: result[k] for k in ("prompt_tokens", "moved", "off", "answers")}, "hit_tokens": hits}
 
 
+def cost(blocks: int = 12_001, requests: int = 150) -> dict[str, float]:
+    """Seconds of the engine's thread that view and steering take a step, in a large pool full of long prompts."""
+    engine, draw, steps = SchedulerWithoutModel(blocks, "kvtier"), random.Random(0), list[float]()
+    keep_up = engine.device._keep_up
+
+    def timed() -> None:
+        began = time.thread_time()
+        keep_up()
+        steps.append(time.thread_time() - began)
+
+    engine.device._keep_up = timed  # type: ignore[method-assign]
+    for i in range(requests):
+        engine.serve(5.0 * i, [draw.randrange(256) for _ in range(32 * draw.randrange(50, 500))], [1] * 8)
+    engine.close()
+    p50_s, p99_s = (float(np.percentile(steps, q)) for q in (50, 99))
+    return {"steps": len(steps), "p50_s": p50_s, "p99_s": p99_s, "max_s": max(steps), "moved": engine.moved}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", default="1,2,3")
@@ -58,8 +78,12 @@ def main() -> int:
     parser.add_argument("--agents", default="4,6,8")
     parser.add_argument("--blocks", type=int, default=41, help="device blocks; live engines have 41")
     parser.add_argument("--live", action="store_true")
+    parser.add_argument("--cost", action="store_true", help="only what a step costs in a pool of 12,000 blocks")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.cost:
+        sys.stdout.write(json.dumps(cost()) + "\n")
+        return 0
     table = Table("agents", "seed", "prompt tokens", "engine's order", "kvtier's order", "difference", "answers")
     worse = 0
     with scratch_folder("hbm") as folder:

@@ -61,7 +61,7 @@ class SchedulerWithoutModel:
 
         watch = PoolWatch(pool, view, 1, {0: 0}, owner_of)
         self._steering = Steering(pool, view, blocks, self._cache.recorder, self._clock) if order == "kvtier" else None
-        self._device = Device(watch, self._steering, self._cache.lock)
+        self.device = Device(watch, self._steering, self._cache.lock)
         self._count = 0
 
     @property
@@ -88,12 +88,12 @@ class SchedulerWithoutModel:
         self._manager.announce(request)
         self._manager.on_new_request(context)
         found, hits, _ = self._engine.get_computed_blocks(request)
-        self._device.before_admission()
+        self.device.before_admission()
         new = request.num_tokens - hits
         assert self._engine.allocate_slots(request, new, hits, found) is not None
         request.num_computed_tokens = request.num_tokens
         for token in answer:
-            self._device.after_step()
+            self.device.after_step()
             request.append_output_token_ids([token])
             if token is not answer[-1]:
                 assert self._engine.allocate_slots(request, 1) is not None
@@ -101,7 +101,7 @@ class SchedulerWithoutModel:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         self._manager.note_outcome(request)
         self._engine.free(request)
-        self._device.after_step()
+        self.device.after_step()
         self._manager.on_request_finished(context)
         return int(hits)
 

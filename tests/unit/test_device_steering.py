@@ -61,7 +61,7 @@ def test_a_queue_without_the_methods_is_never_steered(
 ) -> None:
     pool = engine._engine.block_pool
     monkeypatch.setattr(type(pool.free_block_queue), "prepend_n", None)
-    steering = Steering(pool, engine._device.watch.view, 8, engine._cache.recorder, engine._clock)
+    steering = Steering(pool, engine.device.watch.view, 8, engine._cache.recorder, engine._clock)
     assert steering.off == "the queue has no prepend_n"
     assert off_count(engine) == 1
     steering.steer()
@@ -79,7 +79,7 @@ def test_a_pool_of_another_vllm_is_left_to_vllm(engine: SchedulerWithoutModel) -
 def test_what_is_protected_is_not_named_until_then(engine: SchedulerWithoutModel) -> None:
     for i in range(3):
         engine.serve(10.0 * i, prompt(i), [1])
-    cache, view = engine._cache, engine._device.watch.view
+    cache, view = engine._cache, engine.device.watch.view
     now = engine._clock.now()
     paths = {i: cache.tree.walk(_chain_of(engine, i)).path for i in range(3)}
     held = {i: {int(b) for s in path for b in view.residency.held(s).ravel() if b >= 0} for i, path in paths.items()}
