@@ -202,6 +202,16 @@ def test_e_a_hinted_session_is_kept_and_brought_up() -> None:
     assert found["kvtier+hints"][1] == 1.0
 
 
+def test_e_protection_ends_however_wrong_the_hints() -> None:
+    requests = parse_workload("workload:agent?sessions=25&hours=0.1").requests(1)
+    wrong = Announcer(missing=0.3, false_share=0.5, mistimed=0.9)
+    made, _ = serve(requests, load_hardware("A25"), VARIANTS["kvtier+hints"], 1, Setting(announcer=wrong, load=4.0))
+    assert made.hinted is not None
+    assert sum(made.hinted.outcomes.values()) > 100
+    assert (made.hbm.protected, made.dram.protected) == (0, 0)
+    made.check_integrity()
+
+
 # --- (f) is tests/unit/test_node_links.py; here: demand pushes a prefetch under way -----------------------------------
 
 

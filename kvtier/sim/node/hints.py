@@ -98,6 +98,7 @@ class Hinted:
         """A response has ended: somebody may know when the session is back."""
         if name not in self._known:
             self._names.append(name)
+        self._release(name)  # a false hint may have come while it ran
         self._known[name] = _Known(session, chain)
         now, announcer, drawn = self._loop.now, self._announcer, self._random
         following = position + 1
