@@ -281,5 +281,6 @@ class Hinted:
 
 
 def _keeper(session: str, chain: Chain) -> CachedRequest:
-    context = RequestContext(request_id=f"hint:{session}", arrival_s=0.0, session_id=session)
+    # Keys of exact requests are in no lossy tier: what is found there under this chain is for those who accept it.
+    context = RequestContext(request_id=f"hint:{session}", arrival_s=0.0, session_id=session, lossy=True)
     return CachedRequest(context, chain, chain_length(chain))
