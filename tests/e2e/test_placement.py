@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ import pytest
 
 from tests.e2e import scenarios_placement as scenarios
 from tests.e2e.conftest import RunScenario
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("KVTIER_PLACEMENT_E2E"),
+    reason="written and not yet run once with an engine: set KVTIER_PLACEMENT_E2E=1; drop this mark when it has passed",
+)
 
 POOL = {"num_gpu_blocks_override": 300, "max_model_len": 1_024}
 
