@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -174,7 +175,11 @@ class Settings:
 
 
 def digest(
-    config: StorageConfig, settings: Settings, pool: Pool, monkeypatch: pytest.MonkeyPatch, **options: Any
+    config: StorageConfig | SimpleNamespace,
+    settings: Settings,
+    pool: Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    **options: Any,
 ) -> bytes:
     monkeypatch.setattr(identity, "server_settings", lambda: settings)
     layout = identity.layout_of(pool, HostPages(pool))
@@ -295,3 +300,28 @@ def test_pages_above_follow_the_events() -> None:
     assert above.counts() == {"hbm": 2, "dram": 2}
     above.take(AllBlocksCleared())
     assert above.counts() == {"hbm": 0, "dram": 0}
+
+
+# The fields of HiCacheStorageConfig and their defaults, as the wheels of these versions define them.
+_FIRST = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "is_mla_model": False, "model_name": "m"}
+_FIRST |= {"is_page_first_layout": True, "extra_config": None}
+_NEXT = {"attn_cp_rank": 0, "attn_cp_size": 1, "enable_storage_metrics": False}
+_NEXT |= {"tp_lcm_size": None, "should_split_heads": False}
+_LATEST = {"dp_rank": 0, "dcp_size": 1, "dcp_rank": 0, "logical_page_size": None}
+CONFIG_OF = {
+    "0.5.9": _FIRST,
+    "0.5.12.post1": _FIRST | _NEXT,
+    "0.5.18": _FIRST | _NEXT,
+    "0.5.23": _FIRST | _NEXT | _LATEST,
+}
+
+
+@pytest.mark.parametrize("version", CONFIG_OF)
+def test_every_version_s_configuration_object_gives_keys(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an older version does not say is what it cannot do: one rank. So an upgrade keeps what is stored."""
+    config = SimpleNamespace(**CONFIG_OF[version])
+    here = digest(config, Settings(), Pool("page_first"), monkeypatch)
+    latest = digest(SimpleNamespace(**CONFIG_OF["0.5.23"]), Settings(), Pool("page_first"), monkeypatch)
+    assert here == latest
+    config.tp_rank, config.tp_size = 1, 2
+    assert digest(config, Settings(), Pool("page_first"), monkeypatch) != here
