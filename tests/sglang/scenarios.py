@@ -63,7 +63,8 @@ class Stack:
         )
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(server, params)
-        self.storage = self.tree.cache_controller.storage_backend
+        backend = self.tree.cache_controller.storage_backend
+        self.storage = getattr(backend, "_backend", backend)  # behind SGLang's failure injector, if that is on
 
     def buffers(self) -> list[Any]:
         """The device's memory, layer by layer."""
@@ -114,13 +115,18 @@ class Stack:
         self.tree.reset()
         self.allocator.clear()
 
-    def prefetch(self, tokens: list[int], request: str) -> int:
-        """Tokens that the storage level brought to the host for this request."""
+    def begin_prefetch(self, tokens: list[int], request: str, **whose: str) -> Any:
+        """Have the storage level asked for a request's prompt; `whose` are its extra_key and cache_salt."""
         from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
         handle = CacheRequestHandle(request, 0)
         node = self.match(tokens).last_host_node
-        self.tree.prefetch_from_storage(handle, node, array("q", tokens), None, [])
+        self.tree.prefetch_from_storage(handle, node, array("q", tokens), None, [], **whose)
+        return handle
+
+    def prefetch(self, tokens: list[int], request: str, **whose: str) -> int:
+        """Tokens that the storage level brought to the host for this request."""
+        handle = self.begin_prefetch(tokens, request, **whose)
         self._until(lambda: self.tree.check_prefetch_progress(handle))
         return int(self.tree.pop_prefetch_loaded_tokens(handle))
 
@@ -156,9 +162,16 @@ class Stack:
 
 
 def without_a_server(folder: str) -> dict[str, Any]:
-    """Both scenarios below, in one process: importing SGLang takes longer than either."""
+    """All scenarios below, in one process: importing SGLang takes longer than any of them."""
     _become_a_rank()
-    return {"levels": every_level(folder), "hybrid": hybrid_is_refused(str(Path(folder) / "hybrid"))}
+    return {
+        "levels": every_level(folder),
+        "hybrid": hybrid_is_refused(str(Path(folder) / "hybrid")),
+        "whose": whose_pages(str(Path(folder) / "whose")),
+        "races": aborted_requests(str(Path(folder) / "aborted")),
+        "failures": failing_calls(str(Path(folder) / "failing")),
+        "a file": start_over_a_file(str(Path(folder) / "file")),
+    }
 
 
 def every_level(folder: str) -> dict[str, dict[str, Any]]:
@@ -234,6 +247,83 @@ def hybrid_is_refused(folder: str) -> dict[str, Any]:
     again.close()
     stack.close()
     return {"refusal": refusal, "levels_of_the_next": levels}
+
+
+def whose_pages(folder: str) -> dict[str, int]:
+    """The same tokens asked for by somebody else, and after new weights: tokens found."""
+    stack, tokens = Stack("mha", "page_first", folder), list(range(5_000, 5_000 + TOKENS))
+    stack.compute(tokens)
+    found = {}
+    for name, whose in (("salt", {"cache_salt": "b"}), ("adapter", {"extra_key": "b"}), ("own", {})):
+        stack.flush()
+        found[name] = stack.prefetch(tokens, name, **whose)
+    stack.storage.weights_changed("step-2")
+    stack.flush()
+    found["new weights"] = stack.prefetch(tokens, "new weights")
+    stack.close()
+    return found
+
+
+def aborted_requests(folder: str, rounds: int = 30) -> dict[str, Any]:
+    """Requests that go away while their pages are on the way, at a different moment each time; then one that stays."""
+    stack, tokens = Stack("mha", "page_first", folder), list(range(6_000, 6_000 + TOKENS))
+    written = stack.compute(tokens)
+    for number in range(rounds):
+        stack.flush()
+        handle = stack.begin_prefetch(tokens, f"aborted-{number}")
+        time.sleep(number % 6 * 0.0004)
+        stack.tree.check_hicache_events()
+        stack.tree.release_aborted_request(handle)
+        stack.tree.check_hicache_events()
+    stack.flush()
+    fetched = stack.prefetch(tokens, "stays")
+    found, arrived = stack.load_back(tokens)
+    stack.storage.cache.settle()
+    stack.storage.cache.check_integrity()
+    leases = stack.storage.cache.leases()
+    stack.close()
+    return {"fetched": fetched, "found": found, "same_bytes": arrived == written, "leases": leases}
+
+
+def failing_calls(folder: str, rounds: int = 40) -> dict[str, Any]:
+    """SGLang's own failure injector on: what is found has the right bytes, and tokens and misses are conserved."""
+    from sglang.srt.environ import envs
+
+    with (
+        envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.override(0.004),
+        envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.3),
+    ):
+        stack = Stack("mha", "page_first", folder)
+    tokens, injector = list(range(7_000, 7_000 + TOKENS)), stack.tree.cache_controller.storage_backend
+    share, injector._failure_prob = injector._failure_prob, 0.0  # there must be something to find
+    written, whole, wrong = stack.compute(tokens), 0, 0
+    injector._failure_prob = share
+    for number in range(rounds):
+        stack.flush()
+        stack.prefetch(tokens, f"failing-{number}")
+        found, arrived = stack.load_back(tokens)
+        expected = [layer[: len(part)] for layer, part in zip(written, arrived, strict=True)]
+        wrong += arrived != expected
+        whole += found == TOKENS
+    stack.storage.cache.settle()
+    sums, _ = stack.storage.cache.drain()
+    recomputed = sums.get(("kvtier_tokens", ("recompute",)), 0.0)
+    misses = sum(value for (name, _), value in sums.items() if name == "kvtier_miss_tokens")
+    leases = stack.storage.cache.leases()
+    stack.close()
+    return {"whole": whole, "wrong": wrong, "leases": leases, "unexplained": recomputed - misses}
+
+
+def start_over_a_file(path: str) -> str:
+    """Where the folder should be there is a file: what the attach fails with."""
+    from kvtier.errors import ConfigError
+
+    Path(path).write_text("in the way")
+    try:
+        Stack("mha", "page_first", path).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _storage(folder: str) -> dict[str, Any]:

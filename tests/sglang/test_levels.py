@@ -67,6 +67,28 @@ def test_a_second_kind_of_state_is_refused_in_words(without_a_server: Any) -> No
     assert found["levels_of_the_next"] == ["nvme"]
 
 
+def test_pages_belong_to_salt_adapter_and_weights(without_a_server: Any) -> None:
+    """LMCache#4825, vllm#44250, sglang#26792."""
+    assert without_a_server["whose"] == {"salt": 0, "adapter": 0, "own": scenarios.TOKENS, "new weights": 0}
+
+
+def test_requests_aborted_at_any_moment_leave_nothing_behind(without_a_server: Any) -> None:
+    """LMCache#1034: no lease, no pinned row, and the next request finds the same bytes."""
+    whole = {"fetched": scenarios.TOKENS, "found": scenarios.TOKENS}
+    assert without_a_server["races"] == {**whole, "same_bytes": True, "leases": 0}
+
+
+def test_calls_that_fail_at_random_give_no_wrong_byte(without_a_server: Any) -> None:
+    """SGLang's own injector: delays, and three calls in ten that fail."""
+    found = without_a_server["failures"]
+    assert (found["wrong"], found["leases"], found["unexplained"]) == (0, 0, 0)
+    assert 0 < found["whole"] < 40, "some went through, some did not"
+
+
+def test_a_path_that_is_no_folder_is_one_clear_error(without_a_server: Any) -> None:
+    assert "is not a directory; set it to a directory this process may write" in without_a_server["a file"]
+
+
 @pytest.mark.parametrize(("model", "layout"), SERVERS)
 def test_every_level_gives_the_same_answer(
     start: StartServer, request: pytest.FixtureRequest, tmp_path: Path, model: str, layout: str
