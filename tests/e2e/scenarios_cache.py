@@ -194,3 +194,50 @@ def start_badly(model: str, kvtier: dict[str, Any], engine: dict[str, Any]) -> s
     except Exception as error:  # noqa: BLE001 - whatever comes out is what the test looks at
         return f"{type(error).__name__}: {error}"
     return "started"
+
+
+def crowd_over_a_failing_tier(
+    model: str, requests: int, kvtier: dict[str, Any], engine: dict[str, Any]
+) -> dict[str, Any]:
+    """The crowd, while a third of what the tier below moves fails in one way or another, and one read hangs."""
+    from kvtier.cache.tier_cache import TierCache
+    from kvtier.testing.faulty_tier import Fault, FaultKind, FaultyTier, Seeded
+
+    class Plan(Seeded):
+        def faults(self, op: str, call: int, n_rows: int) -> list[Fault]:
+            stall = [Fault(op, call, FaultKind.DELAY, delay_s=3.0)] if (op, call) == ("read", 3) else []
+            return [*super().faults(op, call, n_rows), *stall]
+
+    kinds = (FaultKind.EIO, FaultKind.ENOSPC, FaultKind.SHORT, FaultKind.FLIP)
+    faulty: list[FaultyTier] = []
+    opened = TierCache.__init__
+
+    def over_a_failing_tier(
+        self: TierCache, config: Any, geometry: Any, memory: Any, row: Any, lower: Any, *more: Any
+    ) -> None:
+        faulty.extend(FaultyTier(tier, Plan(1, 0.3, kinds)) for tier in lower)
+        opened(self, config, geometry, memory, row, faulty, *more)
+
+    TierCache.__init__ = over_a_failing_tier  # type: ignore[method-assign]
+    try:
+        result = crowd(model, requests, kvtier, engine)
+    finally:
+        TierCache.__init__ = opened  # type: ignore[method-assign]
+    return {**result, "injected": sum(sum(tier.injected.values()) for tier in faulty)}
+
+
+def canaries(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    """A prompt asked three times, of which nothing is loaded because it shall be compared; then memory is spoilt."""
+    llm = start_engine(model, kvtier=kvtier, **engine)
+    prompt, found = prompt_tokens(1, tokens), []
+    for turn in range(3):
+        if turn == 2:
+            cache = settle(llm)
+            for slot in range(4):
+                cache.memory_row(slot)[:] = bytes(len(cache.memory_row(slot)))
+        output = ask(llm, [prompt])
+        cache = settle(llm)
+        cache.check_integrity()
+        found.append({"answer": answers(output)[0], "cached": cached_tokens(output)[0], "metrics": metrics("kvtier_")})
+        wipe_device(llm)
+    return {"turns": found, "leases": cache.leases()}

@@ -194,3 +194,33 @@ def _flip_every_page(slab: Path) -> int:
             flipped += 1
     slab.write_bytes(data)
     return flipped
+
+
+def test_a_crowd_over_a_failing_tier_gets_the_same_answers(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    """The fault matrix in a real engine."""
+    arguments = {"model": tiny_llama, "requests": 10, "engine": {"num_gpu_blocks_override": 40, "max_model_len": 512}}
+    plain = run(scenarios.crowd, kvtier=None, **arguments)
+    small = options(tmp_path, dram_bytes="1MiB", load_deadline_s=1.0)
+    failing = run(scenarios.crowd_over_a_failing_tier, kvtier=small, **arguments)
+    assert failing["rounds"] == plain["rounds"]
+    assert failing["injected"] > 10
+    assert failing["leases"] == failing["unowned"] == failing["jobs"] == failing["requests_left"] == 0
+    faults = {key for key, value in failing["metrics"].items() if key.startswith("kvtier_faults_total") and value}
+    assert len(faults) >= 2, f"each under its reason: {faults}"
+
+
+def test_canaries_compute_again_and_find_what_is_wrong(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    kvtier = options(tmp_path, canary_share=1.0)
+    result = run(scenarios.canaries, model=tiny_llama, tokens=PROMPT_TOKENS, kvtier=kvtier, engine=POOL)
+    first, second, third = result["turns"]
+    assert first["answer"] == second["answer"] == third["answer"]
+    assert second["cached"] == third["cached"] == 0
+
+    def count(turn: dict[str, Any], outcome: str) -> float:
+        return float(turn["metrics"].get(f"kvtier_canaries_total{{outcome={outcome}}}", 0.0))
+
+    assert count(first, "same") == count(first, "close") == 0
+    assert count(second, "same") + count(second, "close") >= 4
+    assert count(second, "wrong") == 0
+    assert count(third, "wrong") >= 1
+    assert result["leases"] == 0
