@@ -23,9 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.request import CachedRequest
 from kvtier.cache.stores import RowRef
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.model.keys import KEY_BYTES, Chain
 from kvtier.model.request import Outcome, RequestContext, StopReason

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.storage_cache import StorageCache
-from kvtier.cache.tier_cache import Geometry
 from kvtier.config import CacheConfig
 from kvtier.model.keys import KeySpace
 from kvtier.testing.clock import VirtualClock

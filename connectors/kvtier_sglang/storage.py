@@ -17,8 +17,8 @@ from typing import Any, NoReturn, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.storage_cache import StorageCache
-from kvtier.cache.tier_cache import Geometry
 from kvtier.errors import EngineMismatchError
 from kvtier.model.keys import Chain
 from kvtier.tiers.open import open_lower_tiers, register_memory

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvtier.cache.tier_cache import Geometry
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.weights import sample, weights_fingerprint
 from kvtier.config import CacheConfig
 from kvtier.errors import EngineMismatchError

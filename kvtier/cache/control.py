@@ -136,7 +136,7 @@ class Control:
             time.sleep(0.02)
             with self._locked():
                 self._cache.poll()
-                gone = not self._cache.is_leaving(name)
+                gone = not self._cache.levels.is_leaving(name)
         return {"tier": name, "gone": gone}
 
     def _attach(self, body: object) -> object:

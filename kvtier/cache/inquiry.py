@@ -18,7 +18,7 @@ from kvtier.observe.metrics import Recorder
 from kvtier.tiers.protocol import RowId, Slots
 
 if TYPE_CHECKING:
-    from kvtier.cache.tier_cache import Geometry
+    from kvtier.cache.geometry import Geometry
 
 
 class Inquiry:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.copies import Buffers, Copy, carry
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.inquiry import Inquiry
 from kvtier.cache.lease import Lease
@@ -26,7 +27,6 @@ from kvtier.cache.mover import Mover
 from kvtier.cache.paths import Paths, Run
 from kvtier.cache.recovery import rebuild
 from kvtier.cache.storing import Storing
-from kvtier.cache.tier_cache import Geometry
 from kvtier.cache.traffic import Traffic
 from kvtier.cache.visits import Question, Visits
 from kvtier.clock import Clock, MonotonicClock

@@ -21,7 +21,7 @@ from kvtier.model.request import MissReason
 from kvtier.observe.metrics import Recorder
 
 if TYPE_CHECKING:
-    from kvtier.cache.tier_cache import Geometry
+    from kvtier.cache.geometry import Geometry
 
 Slots = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]

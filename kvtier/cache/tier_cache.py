@@ -11,22 +11,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.accounting import Accounting
-from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.canary import Canary
 from kvtier.cache.device import DeviceView
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.ghosts import Ghosts
+from kvtier.cache.hierarchy import Hierarchy
 from kvtier.cache.hinted import Hinted
 from kvtier.cache.level import Level
 from kvtier.cache.loads import Loader, Promotion
 from kvtier.cache.look_ahead import LookAhead
 from kvtier.cache.mover import Mover, Transfer, Urgency
-from kvtier.cache.recovery import rebuild
 from kvtier.cache.request import CachedRequest, LoadPlan
 from kvtier.cache.seals import Seals
 from kvtier.cache.seeker import Seeker
@@ -35,19 +34,16 @@ from kvtier.cache.traffic import Traffic
 from kvtier.cache.watch import Watch
 from kvtier.cache.writing import Writing
 from kvtier.clock import Clock, MonotonicClock
-from kvtier.codec.registry import LOSSLESS
 from kvtier.config import CacheConfig
 from kvtier.errors import IntegrityError
-from kvtier.index.residency import ABSENT, Residency
+from kvtier.index.residency import ABSENT
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.keys import Chain
 from kvtier.model.request import Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
 from kvtier.place.gate import LoadCurve, PrefillModel
 from kvtier.place.hints import HintLimits
-from kvtier.place.policy import EvictionPolicy, TierView, make_policy
-from kvtier.predict.forecast import Forecast
-from kvtier.tiers.protocol import RecoveredRow, Tier, TierProbe, is_shared
+from kvtier.tiers.protocol import Tier, TierProbe
 
 Slots = npt.NDArray[np.int32]
 
@@ -55,23 +51,6 @@ _ROWS_A_POLL = 512
 """Rows taken in by one poll, or one transfer: what arrives at once is spread over a few engine steps."""
 _WATCH_S = 0.5
 """How often transfers under way are looked at for one that hangs."""
-
-
-class Geometry:
-    """What the engine's blocks look like to the cache: tokens a block, groups, and which of them are windows.
-
-    `windows` maps a group to its window in blocks; all other groups need whole prefixes. `dtype` names the elements of
-    a row, if it is all of one type ("bfloat16"): canaries compare values rather than bytes then.
-    """
-
-    def __init__(
-        self, block_tokens: int, groups: int = 1, windows: dict[int, int] | None = None, dtype: str = ""
-    ) -> None:
-        self.dtype = dtype
-        self.block_tokens = block_tokens
-        self.groups = groups
-        self.window_groups = tuple(sorted((windows or {}).items()))
-        self.closed_groups = tuple(group for group in range(groups) if group not in (windows or {}))
 
 
 class TierCache:
@@ -109,14 +88,10 @@ class TierCache:
         self._watch_at_s = float("-inf")
         # Whoever calls holds it: the engine's thread, or the timekeeper while the engine sleeps (docs/decisions/0008).
         self.lock = threading.RLock()
-        recovered = [(tier, tier.recover()) for tier in lower]
-        self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=self.block_tokens)
-        self.memory = self._level(memory, below=False)
-        found = [(self._level(tier, below=True), rows) for tier, rows in recovered]
-        self.lower = by_cost(level for level, _ in found)
-        self._leaving = Leaving(self.tree)
+        self.levels = Hierarchy(config, geometry, self.tree, self.clock, self.recorder, memory, lower)
+        self.forecast = self.levels.forecast
+        self.memory = self.levels.memory
         self.group_order = self.memory.group_order
-        self.device: DeviceView | None = None
         self.seeker = Seeker(self)
         self.canary = Canary(self, config.canary_share, geometry.dtype)
         self.loader = Loader(self)
@@ -126,11 +101,20 @@ class TierCache:
         self.look_ahead = LookAhead(self)
         self.writing = Writing(self)
         self.memory.relieve = self.hinted.relieve
-        self._ghosts = Ghosts(self.tree, self._residencies, config.ghost_blocks)
+        self._ghosts = Ghosts(self.tree, self.levels.residencies, config.ghost_blocks)
         self._accounting = Accounting(self)
         self._live: set[CachedRequest] = set()
-        for level, rows in found:
-            self._take_in(level, rows)
+        self.levels.recover()
+
+    @property
+    def lower(self) -> list[Level]:
+        """The tiers below memory, fastest first."""
+        return self.levels.lower
+
+    @property
+    def device(self) -> DeviceView | None:
+        """The engine's own pool, where it is seen."""
+        return self.levels.device
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -146,7 +130,7 @@ class TierCache:
         self.traffic.arrived()
         now = self.clock.now()
         self.forecast.on_arrival(path, context, now)
-        for policy in self._policies():
+        for policy in self.levels.policies():
             policy.on_arrival(path, context, now)
         self._ghosts.visited(path)
         self.hinted.arrived(request)
@@ -252,7 +236,7 @@ class TierCache:
         path = self.tree.insert(request.chain)
         now = self.clock.now()
         self.forecast.on_finish(path, request.context, outcome, now)
-        for policy in self._policies():
+        for policy in self.levels.policies():
             policy.on_finish(path, request.context, outcome, now)
         self._ghosts.visited(path)
 
@@ -260,12 +244,9 @@ class TierCache:
 
     def attach_device(self, blocks: int, columns: int, row_bytes: int, in_use: Callable[[int], bool]) -> DeviceView:
         """From now on the engine's own pool is a tier of its own: see `DeviceView` for the arguments."""
-
-        def policy(view: TierView) -> EvictionPolicy:
-            return make_policy(self.config.policy, view, self.forecast)
-
+        policy = self.levels.policy
         view = DeviceView(self.tree, blocks, columns, row_bytes, in_use, policy, self.clock, self.recorder)
-        self.device = view
+        self.levels.device = view
         return view
 
     def protect(self, segments: Sequence[Segment], until_s: float) -> bool:
@@ -292,8 +273,7 @@ class TierCache:
                     if level.name == name:
                         level.health.stalled()
         self._take_in_transfers(_ROWS_A_POLL)
-        if self._leaving.levels:
-            self._leaving.step(lambda level: not level.moving and not self.storer.under_way(level))
+        self.levels.step(lambda level: not level.moving and not self.storer.under_way(level))
         now = self.clock.now()
         self.hinted.tick(now)
         self.watch.tick(now)
@@ -318,7 +298,7 @@ class TierCache:
     @property
     def lossy(self) -> bool:
         """Whether a tier keeps rows that do not come back bit for bit."""
-        return any(level.lossy for level in (self.memory, *self.lower))
+        return self.levels.lossy
 
     @property
     def busy(self) -> bool:
@@ -327,14 +307,11 @@ class TierCache:
 
     def leases(self) -> int:
         """Leases outstanding over all tiers. Zero when no request is open and nothing moves."""
-        return sum(level.book.outstanding for level in (self.memory, *self.lower))
+        return sum(level.book.outstanding for level in self.levels.all)
 
     def gauges(self) -> None:
         """Write every gauge to the recorder."""
-        for level in (self.memory, *self.lower):
-            level.gauges()
-        if self.device is not None:
-            self.device.gauges()
+        self.levels.gauges()
         for direction, rows in self.mover.rows_waiting.items():
             self.recorder.set("kvtier_queue_depth", rows, direction)
         self.traffic.gauges()
@@ -357,7 +334,7 @@ class TierCache:
             self.end_load(request)
             request.awaited.clear()
             request.limit_blocks = None
-        for level in (self.memory, *self.lower):
+        for level in self.levels.all:
             level.clear()
         self.epoch += 1
 
@@ -372,43 +349,29 @@ class TierCache:
         for request in list(self._live):
             self.end_load(request)
             self.loader.release_hold(request)
-        for level in (self.memory, *self.lower, *self._leaving.levels):
-            level.tier.close()
+        self.levels.close()
 
     def attach(self, tier: Tier, probe: TierProbe | None = None) -> int:
         """Take in a tier opened elsewhere; returns the rows it brings. `probe`, measured by the caller, spares this
         thread 0.2 s. Raises ConfigError if a tier of its name is here."""
-        refuse_twice([self.memory, *self.lower, *self._leaving.levels], tier.name)
-        rows = tier.recover()
-        level = self._level(tier, below=True, probe=probe)
-        self.lower = by_cost([*self.lower, level])
+        level, kept = self.levels.attach(tier, probe)
         self.seeker.attach(level)
-        kept = self._take_in(level, rows)
         self.epoch += 1
         return kept
 
     def detach(self, name: str, wait_s: float = 10.0) -> bool:
         """Let go of a tier: it is asked for nothing more, what has begun may end, then it is closed with what it holds.
         False if that takes longer than `wait_s`: `poll` goes on with it. Raises ConfigError for a name unknown."""
-        level = pick(self.lower, name)
-        self.lower.remove(level)
-        self._leaving.add(level)
+        level = self.levels.detach(name)
         self.seeker.detach(level)
         self.mover.detach(name, 0.0)
         self.epoch += 1
-        for segment in list(self.tree.segments()):
-            if level.residency.extent(segment) and not any(other.residency.extent(segment) for other in self.lower):
-                self._evict_orphans(segment, self.memory.residency.extent(segment))
-        return self._leaving.wait(name, self.poll, wait_s)
-
-    def is_leaving(self, name: str) -> bool:
-        """Whether a tier of this name was detached and still ends what it had begun."""
-        return any(level.name == name for level in self._leaving.levels)
+        return self.levels.wait_for(name, self.poll, wait_s)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if index, residency or reachability is broken. Costs a full traversal."""
         self.tree.check_integrity()
-        for level in (self.memory, *self.lower):
+        for level in self.levels.all:
             level.residency.check_integrity()
 
     # --- for the parts of the cache -----------------------------------------------------------------------------
@@ -456,14 +419,6 @@ class TierCache:
             begin = np.array([(plan.start + plan.blocks) * self.block_tokens])
             self.traffic.waits(request, float(self.prefill.seconds_from(begin, request.context.prompt_tokens)[0]))
 
-    def _policies(self) -> list[EvictionPolicy]:
-        below = [level.policy for level in (self.memory, *self.lower)]
-        return below if self.device is None else [*below, self.device.policy]
-
-    def _residencies(self) -> list[Residency]:
-        below = [level.residency for level in (self.memory, *self.lower, *self._leaving.levels)]
-        return below if self.device is None else [*below, self.device.residency]
-
     def _let_go(self, request: CachedRequest) -> None:
         """Forget a request that ended and has no job of the engine under way: a reset voids those that have."""
         if request.ended and request.load is None and not request.pending:
@@ -475,38 +430,3 @@ class TierCache:
             self.loader.give_up(request)
             return True
         return False
-
-    def _evict_orphans(self, segment: Segment, keep: int) -> None:
-        """A lower level dropped blocks: what memory holds below them is out of reach unless memory has them too."""
-        if self.memory.residency.extent(segment) <= keep:
-            self.memory.evict_below(segment, keep, "orphaned")
-
-    def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
-        """Publish what a tier brings."""
-        level.on_evict = self._evict_orphans
-        # What memory keeps encoded is encoded below it, too.
-        level.lossy = any(self.config.codecs.get(name, "raw") not in LOSSLESS for name in ("dram", level.name))
-        kept = rebuild(self.tree, level, rows)
-        self.recorder.add("kvtier_recovered_rows", kept, level.name)
-        return kept
-
-    def _level(self, tier: Tier, below: bool, probe: TierProbe | None = None) -> Level:
-        def policy(view: TierView) -> EvictionPolicy:
-            return make_policy(self.config.policy, view, self.forecast)
-
-        make = partial(
-            Level,
-            tier,
-            self.tree,
-            tier.stats().capacity_rows,
-            self.groups,
-            self.closed_groups,
-            policy,
-            self.clock,
-            self.recorder,
-            probe or tier.probe(),
-            # What lies in a shared tier is not this engine's alone to keep in order.
-            strict=below and not is_shared(tier),
-            below=below,
-        )
-        return build(self.tree, make)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.model.keys import KeySpace
 from kvtier.predict.roles import ChatMarkers

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.request import CachedRequest
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.testing.clock import VirtualClock
 from kvtier.testing.fake_engine import FakeEngine

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.storage_cache import StorageCache
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.model.keys import KEY_BYTES
 from kvtier.testing.fake_engine import FakeEngine, content_of, token_chain

@@ -27,7 +27,8 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.request import Request
 
 from kvtier.cache.device import DeviceView
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.model.keys import KEY_BYTES, KeySpace
 from kvtier.predict.roles import ChatMarkers

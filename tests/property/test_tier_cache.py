@@ -13,9 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.request import CachedRequest
 from kvtier.cache.stores import RowRef
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.model.request import StopReason
 from kvtier.testing.clock import VirtualClock

@@ -14,7 +14,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.model.request import StopReason
 from kvtier.testing.clock import VirtualClock

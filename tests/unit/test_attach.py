@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.storage_cache import StorageCache
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError
 from kvtier.testing.clock import VirtualClock
@@ -96,7 +97,7 @@ def test_a_tier_that_hangs_leaves_when_it_lets_go() -> None:
         engine.cache.attach(Gated())
     assert engine.serve([7, 8]) == 0, "the engine goes on"
     tier.gate.set()
-    while engine.cache._leaving.levels:
+    while engine.cache.levels.leaving:
         engine.settle()
     engine.finish(request)
     assert engine.cache.leases() == 0

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvtier.cache.canary import WRONG_BEYOND, relative_error
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError
 from kvtier.testing.clock import VirtualClock

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.cache.control import Control
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.cli.main import app
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError, HintError

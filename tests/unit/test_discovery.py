@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.codec.form import RowForm
 from kvtier.codec.registry import CodecChoice, build_codec
 from kvtier.config import CacheConfig

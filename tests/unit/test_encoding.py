@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.stores import RowRef
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.tier_cache import TierCache
 from kvtier.codec.calibration import Calibration, Gate
 from kvtier.codec.form import RowForm
 from kvtier.codec.registry import NAMES

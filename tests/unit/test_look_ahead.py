@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.index.residency import ABSENT
 from kvtier.model.request import Outcome, StopReason

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.place.mode import Mode
 from kvtier.testing.clock import VirtualClock

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from kvtier.cache.cost import CostCurve
+from kvtier.cache.geometry import Geometry
 from kvtier.cache.request import CachedRequest
 from kvtier.cache.stores import RowRef
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
 from kvtier.testing.clock import VirtualClock
 from kvtier.testing.fake_engine import FakeEngine, token_chain

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.cache.tier_cache import Geometry, TierCache
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.tier_cache import TierCache
 from kvtier.cache.writing import read_prices
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError

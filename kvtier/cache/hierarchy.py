@@ -1,0 +1,159 @@
+"""The levels of one cache, fastest first, as they come and go. Decides nothing about blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
+from kvtier.cache.device import DeviceView
+from kvtier.cache.geometry import Geometry
+from kvtier.cache.level import Level
+from kvtier.cache.recovery import rebuild
+from kvtier.clock import Clock
+from kvtier.codec.registry import LOSSLESS
+from kvtier.config import CacheConfig
+from kvtier.index.residency import Residency
+from kvtier.index.tree import PrefixTree, Segment
+from kvtier.observe.metrics import Recorder
+from kvtier.place.policy import EvictionPolicy, TierView, make_policy
+from kvtier.predict.forecast import Forecast
+from kvtier.tiers.protocol import RecoveredRow, Tier, TierProbe, is_shared
+
+
+class Hierarchy:
+    """Memory, the tiers below it and, where the engine lets us see it, the device. One control thread.
+
+    The tiers are recovered at once; what they brought becomes visible by `recover`, when the rest of the cache is there
+    to hear of it.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        geometry: Geometry,
+        tree: PrefixTree,
+        clock: Clock,
+        recorder: Recorder,
+        memory: Tier,
+        lower: Sequence[Tier],
+    ) -> None:
+        self._config, self._geometry, self._clock, self._recorder = config, geometry, clock, recorder
+        self._tree = tree
+        recovered = [(tier, tier.recover()) for tier in lower]
+        self.forecast = Forecast(tree, now=clock.now(), block_tokens=geometry.block_tokens)
+        self.memory = self._level(memory, below=False)
+        self._found = [(self._level(tier, below=True), rows) for tier, rows in recovered]
+        self.lower = by_cost(level for level, _ in self._found)
+        self.device: DeviceView | None = None
+        self._leaving = Leaving(tree)
+
+    @property
+    def all(self) -> list[Level]:
+        """Memory and the attached tiers below it."""
+        return [self.memory, *self.lower]
+
+    @property
+    def leaving(self) -> list[Level]:
+        """Detached levels that still end what they had begun."""
+        return self._leaving.levels
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a tier keeps rows that do not come back bit for bit."""
+        return any(level.lossy for level in self.all)
+
+    def policies(self) -> list[EvictionPolicy]:
+        """The policy of every level, the device's too."""
+        below = [level.policy for level in self.all]
+        return below if self.device is None else [*below, self.device.policy]
+
+    def residencies(self) -> list[Residency]:
+        """Where a block may still be, tiers that are leaving included."""
+        below = [level.residency for level in (*self.all, *self._leaving.levels)]
+        return below if self.device is None else [*below, self.device.residency]
+
+    def recover(self) -> None:
+        """Publish what the tiers brought from the last process."""
+        for level, rows in self._found:
+            self._take_in(level, rows)
+        self._found = []
+
+    def attach(self, tier: Tier, probe: TierProbe | None) -> tuple[Level, int]:
+        """Take in a tier; returns its level and the rows it brings. Raises ConfigError if one of its name is here."""
+        refuse_twice([*self.all, *self._leaving.levels], tier.name)
+        rows = tier.recover()
+        level = self._level(tier, below=True, probe=probe)
+        self.lower = by_cost([*self.lower, level])
+        return level, self._take_in(level, rows)
+
+    def detach(self, name: str) -> Level:
+        """A level is asked for nothing more; `step` closes it once nothing moves. Raises ConfigError for an unknown
+        name. What memory holds is dropped where only this level had its head."""
+        level = pick(self.lower, name)
+        self.lower.remove(level)
+        self._leaving.add(level)
+        for segment in list(self._tree.segments()):
+            if level.residency.extent(segment) and not any(other.residency.extent(segment) for other in self.lower):
+                self._evict_orphans(segment, self.memory.residency.extent(segment))
+        return level
+
+    def step(self, idle: Callable[[Level], bool]) -> None:
+        """Close detached levels that are idle. Costs nothing where none is leaving."""
+        if self._leaving.levels:
+            self._leaving.step(idle)
+
+    def wait_for(self, name: str, step: Callable[[], None], wait_s: float) -> bool:
+        """Repeat `step` until a detached level has gone. False after `wait_s`."""
+        return self._leaving.wait(name, step, wait_s)
+
+    def is_leaving(self, name: str) -> bool:
+        """Whether a tier of this name was detached and still ends what it had begun."""
+        return any(level.name == name for level in self._leaving.levels)
+
+    def close(self) -> None:
+        """Close every tier."""
+        for level in (*self.all, *self._leaving.levels):
+            level.tier.close()
+
+    def gauges(self) -> None:
+        """Write every level's gauges to the recorder."""
+        for level in self.all:
+            level.gauges()
+        if self.device is not None:
+            self.device.gauges()
+
+    def policy(self, view: TierView) -> EvictionPolicy:
+        """A new policy of the configured kind over this view."""
+        return make_policy(self._config.policy, view, self.forecast)
+
+    def _evict_orphans(self, segment: Segment, keep: int) -> None:
+        """A lower level dropped blocks: what memory holds below them is out of reach unless memory has them too."""
+        if self.memory.residency.extent(segment) <= keep:
+            self.memory.evict_below(segment, keep, "orphaned")
+
+    def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
+        level.on_evict = self._evict_orphans
+        # What memory keeps encoded is encoded below it, too.
+        level.lossy = any(self._config.codecs.get(name, "raw") not in LOSSLESS for name in ("dram", level.name))
+        kept = rebuild(self._tree, level, rows)
+        self._recorder.add("kvtier_recovered_rows", kept, level.name)
+        return kept
+
+    def _level(self, tier: Tier, below: bool, probe: TierProbe | None = None) -> Level:
+        make = partial(
+            Level,
+            tier,
+            self._tree,
+            tier.stats().capacity_rows,
+            self._geometry.groups,
+            self._geometry.closed_groups,
+            self.policy,
+            self._clock,
+            self._recorder,
+            probe or tier.probe(),
+            # What lies in a shared tier is not this engine's alone to keep in order.
+            strict=below and not is_shared(tier),
+            below=below,
+        )
+        return build(self._tree, make)
