@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.device import DeviceView
@@ -13,8 +16,9 @@ from kvtier.cache.recovery import rebuild
 from kvtier.clock import Clock
 from kvtier.codec.registry import LOSSLESS
 from kvtier.config import CacheConfig
-from kvtier.index.residency import Residency
+from kvtier.index.residency import ABSENT, Residency
 from kvtier.index.tree import PrefixTree, Segment
+from kvtier.model.request import Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.predict.forecast import Forecast
@@ -98,6 +102,37 @@ class Hierarchy:
                 self._evict_orphans(segment, self.memory.residency.extent(segment))
         return level
 
+    def arrived(self, path: Sequence[Segment], context: RequestContext) -> None:
+        """A request came for this path: the forecast and every policy hear of it."""
+        now = self._clock.now()
+        self.forecast.on_arrival(path, context, now)
+        for policy in self.policies():
+            policy.on_arrival(path, context, now)
+
+    def finished(self, path: Sequence[Segment], context: RequestContext, outcome: Outcome) -> None:
+        """It will generate nothing more: its wait to be continued begins."""
+        now = self._clock.now()
+        self.forecast.on_finish(path, context, outcome, now)
+        for policy in self.policies():
+            policy.on_finish(path, context, outcome, now)
+
+    def publish_in_memory(
+        self, chain: bytes, group: int, blocks: npt.NDArray[np.intp], slots: npt.NDArray[np.int32], device_blocks: int
+    ) -> None:
+        """Publish memory rows whose heads may be in memory, in a lower level, or on the device."""
+        match = self._tree.walk(chain)
+        elsewhere = np.zeros(match.blocks, np.bool_)
+        elsewhere[:device_blocks] = True
+        for level in self.lower:
+            elsewhere |= level.residency.slots_of(match)[:, group] != ABSENT
+        self.memory.publish(chain, group, blocks, slots, elsewhere)
+
+    def stalled(self, names: Collection[str]) -> None:
+        """A transfer of these tiers has not come back in time."""
+        for level in self.lower:
+            if level.name in names:
+                level.health.stalled()
+
     def step(self, idle: Callable[[Level], bool]) -> None:
         """Close detached levels that are idle. Costs nothing where none is leaving."""
         if self._leaving.levels:
@@ -116,8 +151,16 @@ class Hierarchy:
         for level in (*self.all, *self._leaving.levels):
             level.tier.close()
 
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if the tree or a residency is broken. Costs a full traversal."""
+        self._tree.check_integrity()
+        for level in self.all:
+            level.residency.check_integrity()
+
     def gauges(self) -> None:
-        """Write every level's gauges to the recorder."""
+        """Write the gauges of every level and of the tree to the recorder."""
+        self._recorder.set("kvtier_segments", len(self._tree))
+        self._recorder.set("kvtier_index_blocks", self._tree.blocks)
         for level in self.all:
             level.gauges()
         if self.device is not None:

@@ -84,6 +84,10 @@ class Level:
         rate = min(cost.bytes_per_s, budget_bytes_per_s or float("inf"))
         return LoadCurve(cost.latency_s, rate, backlog_bytes / rate)
 
+    def copied(self, direction: str, rows: int) -> None:
+        """Count rows the engine has copied out of ("read") or into ("write") this level."""
+        self._recorder.add("kvtier_bytes", rows * self.row_bytes, self.name, direction)
+
     def make_room(self, rows: int) -> Slots | None:
         """Reserve `rows` slots, evicting by the policy where needed. None, and nothing evicted beyond what the policy
         named, if there is no room."""

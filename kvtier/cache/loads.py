@@ -85,7 +85,7 @@ class Loader:
             there &= ~shunned
             down |= shunned
             if not request.refuses_to_wait and there[start:].any():
-                if cache.usable(cache.lower[index]):
+                if cache.lower[index].health.usable():
                     where[there] = index
                 else:
                     down |= there
@@ -155,7 +155,7 @@ class Loader:
             mine = promotion.groups == group
             good = mine & ok
             if good.any():
-                cache.publish_in_memory(
+                cache.levels.publish_in_memory(
                     promotion.chain, group, promotion.blocks[good], promotion.memory_slots[good], promotion.start
                 )
         cache.epoch += 1

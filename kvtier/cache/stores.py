@@ -121,10 +121,10 @@ class Storer:
                 continue
             blocks = np.array([row.block for row in mine], np.intp)
             slots = np.array([taken[row] for row in mine], np.int32)
-            cache.publish_in_memory(request.chain, group, blocks, slots, 0)
+            cache.levels.publish_in_memory(request.chain, group, blocks, slots, 0)
         if done:
             cache.epoch += 1
-            cache.count_bytes(cache.memory, "write", len(done), 0.0)
+            cache.memory.copied("write", len(done))
             self._write_through(request.chain, done, request.context.lossy)
             if request.ended:
                 cache.writing.ended(request, cache.tree.walk(request.chain).path)
@@ -203,7 +203,7 @@ class Storer:
         if cache.conservative:
             # Made up for at the next store of this chain: what memory has and the level lacks is looked for each time.
             cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "conservative")
-        elif cache.usable(level):
+        elif level.health.usable():
             self._write(level, chain, blocks, groups, memory[blocks, groups])
         else:
             cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "tier_down")

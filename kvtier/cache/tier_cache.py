@@ -1,9 +1,9 @@
-"""TierCache: the one orchestrator. Decides once, on one control thread; I/O threads only carry bytes.
+"""TierCache: the one orchestrator. Decides once, under one lock; I/O threads only carry bytes.
 
 The life of a request: `open` → `lookup` (repeated while promotions are under way) → `take_load` … `end_load` →
 `offer_store` … `commit_store` → `close_request`. A connector calls `poll` every engine step.
 
-Every method must be called from one control thread.
+Every method is called by whoever holds `lock`: the engine's thread, or another while the engine sleeps.
 """
 
 from __future__ import annotations
@@ -128,10 +128,7 @@ class TierCache:
         request.canary = self.canary.drawn(request)
         self._live.add(request)
         self.traffic.arrived()
-        now = self.clock.now()
-        self.forecast.on_arrival(path, context, now)
-        for policy in self.levels.policies():
-            policy.on_arrival(path, context, now)
+        self.levels.arrived(path, context)
         self._ghosts.visited(path)
         self.hinted.arrived(request)
         self.look_ahead.arrived(request)
@@ -187,7 +184,7 @@ class TierCache:
             raise IntegrityError(f"request {request.context.request_id} loads a block that was not promised")
         request.load = self.memory.book.take(slots, request.context.request_id)
         self._accounting.loaded(request, np.unique(where[:, 0]))
-        self.count_bytes(self.memory, "read", len(rows), 0.0)
+        self.memory.copied("read", len(rows))
         self.loader.release_hold(request)
         request.limit_blocks = None
         return slots
@@ -234,10 +231,7 @@ class TierCache:
         request.finished = True
         self._accounting.ended(request, outcome)
         path = self.tree.insert(request.chain)
-        now = self.clock.now()
-        self.forecast.on_finish(path, request.context, outcome, now)
-        for policy in self.levels.policies():
-            policy.on_finish(path, request.context, outcome, now)
+        self.levels.finished(path, request.context, outcome)
         self._ghosts.visited(path)
 
     # --- the device ---------------------------------------------------------------------------------------------
@@ -268,10 +262,7 @@ class TierCache:
         now = self.clock.now()
         if now >= self._watch_at_s and self.mover.busy:
             self._watch_at_s = now + _WATCH_S
-            for name in self.mover.stuck(self.config.load_deadline_s):
-                for level in self.lower:
-                    if level.name == name:
-                        level.health.stalled()
+            self.levels.stalled(self.mover.stuck(self.config.load_deadline_s))
         self._take_in_transfers(_ROWS_A_POLL)
         self.levels.step(lambda level: not level.moving and not self.storer.under_way(level))
         now = self.clock.now()
@@ -318,8 +309,6 @@ class TierCache:
         self.recorder.set("kvtier_hinted_sessions", len(self.hinted))
         self.recorder.set("kvtier_conservative", float(self.conservative))
         self.recorder.set("kvtier_leases", self.leases())
-        self.recorder.set("kvtier_segments", len(self.tree))
-        self.recorder.set("kvtier_index_blocks", self.tree.blocks)
 
     def reset(self) -> None:
         """Forget every block in every tier. Jobs of the engine are void; copies of ours under way end unseen."""
@@ -370,15 +359,9 @@ class TierCache:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if index, residency or reachability is broken. Costs a full traversal."""
-        self.tree.check_integrity()
-        for level in self.levels.all:
-            level.residency.check_integrity()
+        self.levels.check_integrity()
 
     # --- for the parts of the cache -----------------------------------------------------------------------------
-
-    def usable(self, level: Level) -> bool:
-        """Whether the tier's breaker lets a transfer through now."""
-        return level.health.usable()
 
     def submit(self, level: Level, transfer: Transfer) -> None:
         """Hand a transfer of a usable level to the mover."""
@@ -390,28 +373,12 @@ class TierCache:
         """What reading from a level costs now: measured, behind what is queued there, within its budget."""
         return level.curve(self.mover.backlog_bytes(level.name, True), self.mover.budget(level.name, True))
 
-    def publish_in_memory(
-        self, chain: bytes, group: int, blocks: npt.NDArray[np.intp], slots: Slots, device_blocks: int
-    ) -> None:
-        """Publish memory rows whose heads may be in memory, in a lower level, or on the device."""
-        match = self.tree.walk(chain)
-        elsewhere = np.zeros(match.blocks, np.bool_)
-        elsewhere[:device_blocks] = True
-        for level in self.lower:
-            elsewhere |= level.residency.slots_of(match)[:, group] != ABSENT
-        self.memory.publish(chain, group, blocks, slots, elsewhere)
-
     def note_transfer(self, level: Level, transfer: Transfer) -> None:
         """Count a finished transfer and keep what is known of its tier current."""
         level.moving -= 1
         if transfer.read and transfer.urgency <= Urgency.LOOK_AHEAD:
             self.traffic.moved(level.name, transfer.seconds)
         level.health.note(*transfer.asked, transfer.calls, transfer.read, level.row_bytes, transfer.seconds)
-
-    def count_bytes(self, level: Level, direction: str, rows: int, seconds: float) -> None:
-        """Count rows moved into ("write") or out of ("read") a tier."""
-        self.recorder.add("kvtier_bytes", rows * level.row_bytes, level.name, direction)
-        self.recorder.add("kvtier_seconds", seconds, level.name, direction)
 
     def _expect(self, request: CachedRequest, plan: LoadPlan) -> None:
         """Until it starts, the request is in the queue at the GPU with what it will compute."""

@@ -56,6 +56,8 @@ def tiers(
         raise ConfigError(f"--only names {', '.join(sorted(unknown))}; choose from {', '.join(_STEPS)}")
     if not 512 <= block_bytes <= total_bytes:
         raise ConfigError(f"--block is {block_bytes}; it must be between 512 bytes and --total ({total_bytes})")
+    if out is not None:
+        _check_out(out, parts)
     copiers = threads or min(2, usable_cpus())
 
     def lines() -> Iterator[Line]:
@@ -87,6 +89,14 @@ def tiers(
         _print_table(found, index_bytes)
     if out is not None:
         out.write_text(hardware_file(found))
+
+
+def _check_out(out: Path, parts: list[str]) -> None:
+    """Raise ConfigError before minutes of measuring rather than after them."""
+    if lacking := {"memory", "nvme"} - set(parts):
+        raise ConfigError(f"a hardware file needs memory and nvme; add {', '.join(sorted(lacking))} to --only")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {str(out)!r} cannot be written: name a file in a folder that exists")
 
 
 def _print_table(lines: list[Line], index_bytes: float | None) -> None:

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.config import read_options
-from kvtier.config import CacheConfig
+from kvtier.cli.config import check_options, read_options
 from kvtier.doctor.findings import Report, State
 from kvtier.doctor.tiers import examine
 from kvtier.errors import ConfigError
@@ -27,7 +26,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Check and measure every configured tier; exit code 1 if something is wrong. Changes nothing."""
-    report = examine(CacheConfig.from_mapping(read_options(given) | _settings(settings or [])))
+    report = examine(check_options(read_options(given) | _settings(settings or [])))
     if as_json:
         typer.echo(msgspec.json.encode({"ok": report.ok, **msgspec.to_builtins(report)}).decode())
     else:

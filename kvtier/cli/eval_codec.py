@@ -44,10 +44,10 @@ def eval_codec(
     from kvtier.reference.calibrate import default_texts as calibration_texts
     from kvtier.reference.prefix_model import PrefixModel
     from kvtier.reference.texts import default_texts, read_texts
-    from kvtier.sim.plot import require_matplotlib
+    from kvtier.sim.plot import require_plot
 
     if plot is not None:
-        require_matplotlib()
+        require_plot(plot)
     names = ledger.DEFAULT_CODECS if codec == "all" else tuple(name.strip() for name in codec.split(","))
     sources = tuple(name.strip() for name in maps.split(","))
     loaded = PrefixModel(model)

@@ -11,6 +11,9 @@ import typer
 if TYPE_CHECKING:
     from kvtier.sim.experiment import ReplayRow
 
+_POLICY = "lru,kvtier,belady"
+_CAPACITY = "1%,5%,20%"
+
 
 def replay(
     traces: Annotated[
@@ -19,10 +22,10 @@ def replay(
     trace_format: Annotated[
         str, typer.Option("--format", help="auto, mooncake, agent-sessions or requests-jsonl.")
     ] = "auto",
-    policy: Annotated[str, typer.Option(help="Policies, comma-separated.")] = "lru,kvtier,belady",
+    policy: Annotated[str, typer.Option(help="Policies, comma-separated.")] = _POLICY,
     capacity: Annotated[
         str, typer.Option(help="Capacities in blocks or in % of the distinct blocks, comma-separated.")
-    ] = "1%,5%,20%",
+    ] = _CAPACITY,
     seed: Annotated[
         str, typer.Option(help="Seeds of arrival times and workloads, comma-separated. Recorded times ignore them.")
     ] = "1",
@@ -54,10 +57,15 @@ def replay(
     from kvtier.cli.progress import ReplayProgress
     from kvtier.errors import ConfigError
     from kvtier.sim import experiment
-    from kvtier.sim.plot import plot_hit_rates, require_matplotlib
+    from kvtier.sim.plot import plot_hit_rates, require_plot
     from kvtier.sim.sources import open_source
 
-    if tiers or hardware or variant:
+    node = bool(tiers or hardware or variant)
+    if not node and (hints or load):
+        raise ConfigError("--hints and --load are of a whole node: add --tiers, --hardware or --variant")
+    if node and (policy, capacity) != (_POLICY, _CAPACITY):
+        raise ConfigError("--policy and --capacity are not of a whole node: choose with --variant and --tiers")
+    if node:
         from kvtier.cli.replay_tiers import replay_tiers
         from kvtier.sim.node.experiment import Setting
         from kvtier.sim.node.hints import parse_announcer
@@ -77,9 +85,7 @@ def replay(
     capacities = experiment.parse_capacities(capacity)
     seeds = experiment.parse_seeds(seed)
     if plot is not None:
-        require_matplotlib()
-        if not plot.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write the plot {plot}: {plot.absolute().parent} is no folder")
+        require_plot(plot)
     sources = [open_source(text, trace_format, block_tokens) for text in traces]
     rows: list[ReplayRow] = []
     replays = len(capacities) * len({*policies, "lru", "belady"})

@@ -33,7 +33,7 @@ def replay_tiers(
     from kvtier.sim.node.hardware import load_hardware
     from kvtier.sim.node.plot import plot_ttft
     from kvtier.sim.node.variants import parse_variants
-    from kvtier.sim.plot import require_matplotlib
+    from kvtier.sim.plot import require_plot
     from kvtier.sim.sources import open_source
 
     points = [load_hardware(name.strip()) for name in hardware.split(",") if name.strip()]
@@ -43,9 +43,7 @@ def replay_tiers(
     for point in points:
         tier_blocks(point, setting)
     if plot is not None:
-        require_matplotlib()
-        if not plot.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write the plot {plot}: {plot.absolute().parent} is no folder")
+        require_plot(plot)
     rows: list[NodeRow] = []
     for source in [open_source(text, trace_format, setting.block_tokens) for text in traces]:
         replays = len(points) * len(seeds) * len({"native", *(v.name for v in variants)})

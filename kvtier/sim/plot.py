@@ -9,8 +9,18 @@ from kvtier.errors import ConfigError
 from kvtier.sim.experiment import ReplayRow
 
 
+def require_plot(path: Path) -> None:
+    """Raise ConfigError if a plot cannot be drawn into this file; to be asked before the work, not after."""
+    require_matplotlib()
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write the plot {path}: {folder} is no folder")
+    if path.is_dir():
+        raise ConfigError(f"cannot write the plot {path}: it is a folder; name a file in it")
+
+
 def require_matplotlib() -> None:
-    """Raise ConfigError if plots cannot be drawn here; to be asked before the work, not after."""
+    """Raise ConfigError if plots cannot be drawn here."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -163,6 +163,8 @@ SHARED_TIERS = frozenset({"pool", "shared_fs"})
 """Tiers whose rows every process that names the same medium can find."""
 
 _NAMED_BY = {"cxl": "cxl_path", "nvme": "nvme_path", "pool": "pool_master", "shared_fs": "shared_fs_path"}
+LOWER_TIERS = tuple(_NAMED_BY)
+"""Names of all tiers below memory."""
 
 
 def configured_tiers(config: CacheConfig) -> list[str]:

@@ -174,6 +174,10 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(
         (("--format", "csv"), "no trace format 'csv'"),
         (("--block-tokens", "100"), "multiple"),
         (("--plot", "/no/such/folder/p.png"), "is no folder"),
+        (("--plot", "/"), "it is a folder"),
+        (("--load", "2"), "--hints and --load are of a whole node"),
+        (("--hints", "lead_s=3"), "--hints and --load are of a whole node"),
+        (("--tiers", "hbm=240GiB,dram=1TiB", "--policy", "lru"), "--policy and --capacity are not of a whole node"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(
