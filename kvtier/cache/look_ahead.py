@@ -41,8 +41,9 @@ class LookAhead:
         return len(self._unseen) + len(self._begun)
 
     def arrived(self, request: CachedRequest) -> None:
-        """A request waits."""
-        if self._cache.config.look_ahead and self._cache.lower:
+        """A request waits. One that runs or loads needs nothing any more, and a canary is to compute."""
+        idle = not (request.started or request.canary or request.load is not None)
+        if idle and self._cache.config.look_ahead and self._cache.lower:
             self._unseen[request] = None
 
     def asked(self, request: CachedRequest) -> bool:

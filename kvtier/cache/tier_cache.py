@@ -146,6 +146,8 @@ class TierCache:
         Leases what it promises. Safe to call again: while nothing changed it answers from memory.
         """
         if self.canary.declines(request):
+            self.look_ahead.asked(request)
+            self.loader.release_hold(request)  # what an earlier plan promised is not asked about again
             self._accounting.looked_up(request, start)
             return LoadPlan(start, 0, np.zeros((0, self.groups), np.uint8), self.epoch)
         if request.asking and self.seeker.awaits(request, start):

@@ -54,6 +54,24 @@ def test_a_canary_computes_what_is_cached_and_finds_it_the_same() -> None:
     engine.cache.close()
 
 
+def test_a_canary_waits_for_nothing_that_was_looked_ahead_for() -> None:
+    """What a plan made ahead says is pending stays so for ever: nobody asks about it again."""
+    engine = make(1.0, "float16", MemoryTier(ROW, 32, name="nvme"))
+    engine.serve(range(6))
+    engine.settle()
+    engine.cache.memory.clear()
+    engine.cache.epoch += 1
+    request = engine.open(range(6), 1)
+    engine.cache.stepped()
+    assert engine.cache.lookup(request, 0) is not None
+    assert request.plan is None, "an engine that reads the plan finds nothing"
+    assert engine.run(request) == 0
+    engine.settle()
+    assert engine.cache.leases() == 0
+    assert totals(engine).get(("kvtier_prefetched_rows", ("look_ahead",)), 0) == 0
+    engine.cache.close()
+
+
 def test_what_is_grossly_wrong_leaves_every_tier() -> None:
     below = MemoryTier(ROW, 32, name="nvme")
     engine = make(1.0, "float16", below)
