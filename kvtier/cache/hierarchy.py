@@ -47,6 +47,7 @@ class Hierarchy:
         recovered = [(tier, tier.recover()) for tier in lower]
         self.forecast = Forecast(tree, now=clock.now(), block_tokens=geometry.block_tokens)
         self.memory = self._level(memory, below=False)
+        self.memory.lossy = self._is_lossy("dram")
         self._found = [(self._level(tier, below=True), rows) for tier, rows in recovered]
         self.lower = by_cost(level for level, _ in self._found)
         self.device: DeviceView | None = None
@@ -98,8 +99,8 @@ class Hierarchy:
         self.lower.remove(level)
         self._leaving.add(level)
         for segment in list(self._tree.segments()):
-            if level.residency.extent(segment) and not any(other.residency.extent(segment) for other in self.lower):
-                self._evict_orphans(segment, self.memory.residency.extent(segment))
+            if level.residency.extent(segment):
+                self._evict_orphans(segment, 0)
         return level
 
     def arrived(self, path: Sequence[Segment], context: RequestContext) -> None:
@@ -171,17 +172,22 @@ class Hierarchy:
         return make_policy(self._config.policy, view, self.forecast)
 
     def _evict_orphans(self, segment: Segment, keep: int) -> None:
-        """A lower level dropped blocks: what memory holds below them is out of reach unless memory has them too."""
-        if self.memory.residency.extent(segment) <= keep:
-            self.memory.evict_below(segment, keep, "orphaned")
+        """A lower level dropped blocks: what memory holds below them is out of reach unless memory or another level has
+        them too."""
+        have = max(keep, *(level.residency.extent(segment) for level in self.all))
+        if have < segment.length:
+            self.memory.evict_below(segment, have, "orphaned")
 
     def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
         level.on_evict = self._evict_orphans
         # What memory keeps encoded is encoded below it, too.
-        level.lossy = any(self._config.codecs.get(name, "raw") not in LOSSLESS for name in ("dram", level.name))
+        level.lossy = self.memory.lossy or self._is_lossy(level.name)
         kept = rebuild(self._tree, level, rows)
         self._recorder.add("kvtier_recovered_rows", kept, level.name)
         return kept
+
+    def _is_lossy(self, name: str) -> bool:
+        return self._config.codecs.get(name, "raw") not in LOSSLESS
 
     def _level(self, tier: Tier, below: bool, probe: TierProbe | None = None) -> Level:
         make = partial(

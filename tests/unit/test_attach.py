@@ -85,6 +85,39 @@ def test_tiers_stand_in_the_order_of_what_they_cost(tmp_path: Path) -> None:
     storage.close()
 
 
+def test_what_memory_holds_whole_stays_when_a_tier_goes() -> None:
+    engine = engine_over(MemoryTier(ROW, 64, name="nvme"))
+    for tail in (10, 20, 30):
+        engine.serve([1, 2, tail, tail + 1])
+        engine.settle()
+    assert engine.cache.detach("nvme")
+    assert engine.cache.memory.residency.resident_rows == 8
+    assert engine.serve([1, 2, 20, 21]) == 4
+    engine.cache.close()
+
+
+def test_memory_lets_go_of_what_only_the_tier_that_goes_led_to() -> None:
+    """Memory holds the end of the shared part, and a branch; the beginning is in the tier below only."""
+    engine = engine_over(MemoryTier(ROW, 64, name="nvme"))
+    for tail in (10, 20):
+        engine.serve([1, 2, 3, 4, tail])
+        engine.settle()
+    cache = engine.cache
+    head = cache.tree.walk(token_chain([1, 2, 3, 4])).path[0]
+    for branch in list(head.children.values()):
+        cache.memory.evict(branch, 0, "policy")
+    cache.memory.evict(head, 0, "policy")
+    cache.epoch += 1
+    slots = cache.memory.make_room(1)
+    assert slots is not None
+    chain = token_chain([1, 2, 3, 4, 10])
+    cache.publish_in_memory(chain, 0, np.array([4]), slots, 0)
+    assert cache.memory.residency.resident_rows == 1
+    assert cache.detach("nvme")
+    assert cache.memory.residency.resident_rows == 0
+    cache.close()
+
+
 def test_a_tier_that_hangs_leaves_when_it_lets_go() -> None:
     tier = Gated()
     engine = engine_over(tier)

@@ -183,6 +183,19 @@ def test_codecs_of_tiers_that_are_none(tmp_path: Path) -> None:
         open_lower_tiers(Site(config, b"\1" * 32, "layout", 64))
 
 
+def test_encoded_memory_serves_only_those_who_accept_it() -> None:
+    config = CacheConfig(dram_bytes=1, gate=False, policy="lru", io_threads=2, codecs={"dram": "int8"})
+    memory = DramTier.over(np.zeros(4 * 64, np.uint8), 64, 4, 64, checksums=False)
+    cache = TierCache(config, Geometry(16), memory, memory.row, [], VirtualClock())
+    assert cache.lossy, "requests are told apart"
+    chain = KeySpace(weights="w", kv_dtype="bfloat16", block_tokens=16, layout="l").chain_keys(list(range(64)))
+    for accepts in (False, True):
+        request = cache.open(RequestContext(request_id="r", arrival_s=0.0, prompt_tokens=64, lossy=accepts), chain)
+        assert bool(cache.offer_store(request, [RowRef(0, 0)])) is accepts
+        cache.close_request(request, Outcome(finished_s=0.0))
+    cache.close()
+
+
 @pytest.mark.parametrize(
     ("codec", "lossy", "reaches"),
     [("raw", False, True), ("zstd", False, True), ("int8", True, True), ("int8", False, False)],
