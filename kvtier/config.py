@@ -95,12 +95,16 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Longest a request waits to learn what other engines have put into a shared tier."""
     canary_share: float = 0.0
     """Share of requests that compute what they could have loaded, to compare it with what is cached."""
+    memory_checks: bool = False
+    """Seal memory rows once they are written, and verify them before each load from memory."""
     ghost_blocks: int = 200_000
     """Blocks remembered after they left every tier."""
     store_generated: bool = True
     """Also cache the blocks a request generates, not only its prompt."""
     codecs: dict[str, str] = {}
     """What rows are encoded with, by tier: {"nvme": "d4"}. dram can be int8, on CUDA. Others keep them as they are."""
+    dedup: dict[str, float] = {}
+    """Tiers that keep equal payloads once, and how many rows may share the room of one: {"nvme": 2}. cxl, nvme."""
     codec_max_kl: dict[str, float] = {}
     """Quality budget by tier, in nats a token on the calibration text; a lossy codec beyond it is refused."""
     calibration: str = ""
@@ -148,6 +152,11 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 )
         if self.lossy_requests not in ("opt_in", "opt_out"):
             raise ConfigError(f'lossy_requests is {self.lossy_requests!r}; it must be "opt_in" or "opt_out"')
+        for tier, rows in self.dedup.items():
+            if tier not in ("cxl", "nvme"):
+                raise ConfigError(f"dedup names the tier {tier!r}; it is for cxl and nvme, which are one process's own")
+            if not 1 <= rows <= 64:
+                raise ConfigError(f"dedup is {rows} for {tier}; it must be between 1 and 64 rows for the room of one")
         for tier, kl in self.codec_max_kl.items():
             if not 0 < kl < 10:
                 raise ConfigError(f"codec_max_kl is {kl} for {tier}; it must be between 0 and 10 nats a token")

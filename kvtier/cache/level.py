@@ -199,6 +199,8 @@ class Level:
         self._recorder.set("kvtier_medium_bytes", stats.medium_bytes, self.name)
         if self.below:
             self.health.gauges()
+        if stats.dedup_ratio is not None:
+            self._recorder.set("kvtier_dedup_ratio", stats.dedup_ratio, self.name)
         if stats.codec is not None:
             self._count_codec(stats.codec)
 

@@ -90,11 +90,12 @@ class Loader:
                 else:
                     down |= there
         in_memory = memory != ABSENT
+        unverified = cache.checks.unverified(request, memory)
         coming = self._coming(request, in_memory, start)
-        blocked = self._blocked(request, match.blocks)
-        available = (in_memory | coming | (where >= 0)) & ~(blocked[:, None] & ~in_memory)
+        blocked = self._blocked(request, match.blocks)[:, None]
+        available = (in_memory | coming | (where >= 0)) & ~(blocked & (~in_memory | unverified))
         if request.refuses_to_wait:
-            available &= in_memory
+            available &= in_memory & ~unverified
         stop = reach(cache, available, start)
         if request.limit_blocks is not None:
             stop = min(stop, request.limit_blocks)
@@ -124,6 +125,11 @@ class Loader:
             if reached < stop:
                 request.cut_reason = MissReason.NO_ROOM
                 stop, window = reached, slice(start, reached)
+        unverified &= needed & in_memory
+        if urgency < Urgency.SPECULATIVE and unverified[window].any():
+            unverified[:start] = unverified[stop:] = False
+            cache.checks.verify(request, unverified, memory, urgency)
+            pending |= unverified
         states = np.zeros((stop - start, cache.groups), np.uint8)
         states[(in_memory & available)[window]] = BlockState.HIT
         states[pending[window]] = BlockState.PENDING
@@ -155,6 +161,7 @@ class Loader:
             mine = promotion.groups == group
             good = mine & ok
             if good.any():
+                cache.checks.brought(promotion.memory_slots[good])
                 cache.levels.publish_in_memory(
                     promotion.chain, group, promotion.blocks[good], promotion.memory_slots[good], promotion.start
                 )
@@ -188,6 +195,7 @@ class Loader:
             self._hung.add(promotion)
         self.forget(request)
         request.awaited.clear()
+        request.checks.clear()
 
     def reset(self) -> None:
         """Everything in flight is for nobody: its rows are given back when the reads end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ from kvtier.cache.lease import Lease
 from kvtier.model.keys import Chain, chain_length
 from kvtier.model.request import MissReason, RequestContext
 from kvtier.place.hints import Hint
+
+if TYPE_CHECKING:
+    from kvtier.cache.checks import Check
 
 States = npt.NDArray[np.uint8]
 
@@ -63,6 +67,9 @@ class CachedRequest:
     asked_s: float = 0.0
     pending: dict[tuple[int, int], int] = field(default_factory=dict)
     awaited: set[tuple[int, int]] = field(default_factory=set)
+    # Checks of memory rows it waits for, and from when on they count for it.
+    checks: set[Check] = field(default_factory=set)
+    checked_after: int = 0
     promoted_from: dict[int, str] = field(default_factory=dict)
     failed: dict[int, MissReason] = field(default_factory=dict)
     declined: int = 0

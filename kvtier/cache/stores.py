@@ -112,7 +112,7 @@ class Storer:
                 cache.canary.compare(request, row, taken[row])
             cache.memory.tier.release(np.array([taken[row] for row in compared], np.int32))
             done = [row for row in done if row not in request.compared]
-        cache.seals.broken(np.array([taken[row] for row in done], np.int32))
+        cache.checks.written(np.array([taken[row] for row in done], np.int32))
         for row in done:
             self._storing.discard((key_at(request.chain, row.block), row.group))
         for group in cache.group_order:
@@ -125,6 +125,8 @@ class Storer:
         if done:
             cache.epoch += 1
             cache.memory.copied("write", len(done))
+            where = np.array(done, np.intp)
+            cache.checks.seal(request.chain, where[:, 0], where[:, 1])
             self._write_through(request.chain, done, request.context.lossy)
             if request.ended:
                 cache.writing.ended(request, cache.tree.walk(request.chain).path)
@@ -250,7 +252,7 @@ class Storer:
         if not below.rows:
             del self._below[write.level]
         for block in write.blocks[transfer.damaged].tolist():
-            self._drop_damaged(write.chain, block)
+            self._cache.checks.drop(write.chain, block)
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
         if write.generation != self._generation:
             ok[:] = False
@@ -260,12 +262,3 @@ class Storer:
             mine = ok & (write.groups == group)
             if mine.any():
                 write.level.publish(write.chain, group, write.blocks[mine], transfer.slots[mine])
-
-    def _drop_damaged(self, chain: bytes, block: int) -> None:
-        """Memory no longer holds what was sealed: the block and what builds on it go, and nothing was written."""
-        cache = self._cache
-        cache.recorder.add("kvtier_faults", 1, cache.memory.name, RowStatus.CORRUPT.value)
-        for segment in cache.tree.walk(chain).path:
-            if segment.depth <= block < segment.stop:
-                cache.memory.evict_below(segment, block - segment.depth, RowStatus.CORRUPT.value)
-        cache.epoch += 1

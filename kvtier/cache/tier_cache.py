@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvtier.cache.accounting import Accounting
 from kvtier.cache.canary import Canary
+from kvtier.cache.checks import Check, MemoryChecks
 from kvtier.cache.device import DeviceView
 from kvtier.cache.geometry import Geometry
 from kvtier.cache.ghosts import Ghosts
@@ -94,6 +95,7 @@ class TierCache:
         self.group_order = self.memory.group_order
         self.seeker = Seeker(self)
         self.canary = Canary(self, config.canary_share, geometry.dtype)
+        self.checks = MemoryChecks(self)
         self.loader = Loader(self)
         self.storer = Storer(self)
         self.watch = Watch(self.memory, self.traffic, self.recorder)
@@ -126,6 +128,7 @@ class TierCache:
         path = self.tree.insert(chain)
         request = CachedRequest(context, chain, known)
         request.canary = self.canary.drawn(request)
+        self.checks.arrived(request)
         self._live.add(request)
         self.traffic.arrived()
         self.levels.arrived(path, context)
@@ -154,7 +157,7 @@ class TierCache:
             return None
         plan = None if self.look_ahead.asked(request) else request.plan
         if plan is not None and plan.start == start and plan.waiting:
-            if request.awaited and not self._overdue(request):
+            if (request.awaited or request.checks) and not self._overdue(request):
                 return None
         elif plan is not None:
             if plan.start == start and plan.epoch == self.epoch:
@@ -171,6 +174,7 @@ class TierCache:
         later, after a preemption, is looked up afresh."""
         request.started = True
         request.limit_blocks = None
+        self.checks.arrived(request)
         self.traffic.started(request)
         self.hinted.started(request)
         self.look_ahead.started(request)
@@ -275,6 +279,8 @@ class TierCache:
         for transfer in self.mover.collect(rows):
             if isinstance(transfer.tag, Promotion):
                 self.loader.finished(transfer)
+            elif isinstance(transfer.tag, Check):
+                self.checks.finished(transfer)
             else:
                 self.storer.finished(transfer)
 
@@ -324,6 +330,7 @@ class TierCache:
             self.storer.abort(request)
             self.end_load(request)
             request.awaited.clear()
+            request.checks.clear()
             request.limit_blocks = None
         for level in self.levels.all:
             level.clear()

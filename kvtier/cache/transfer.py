@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from kvtier.cache.seals import Seals
 from kvtier.tiers.addresses import round_up
 from kvtier.tiers.inflight import InFlight
-from kvtier.tiers.protocol import RowId, RowStatus, Tier
+from kvtier.tiers.protocol import RowId, RowStatus
 
 Slots = npt.NDArray[np.int32]
 
@@ -28,6 +29,17 @@ class Urgency(IntEnum):
     STORE = 3
 
 
+class Carrier(Protocol):
+    """What a transfer asks of a tier: see `Tier`."""
+
+    name: str
+    row_bytes: int
+
+    def write(self, slots: Slots, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]: ...
+
+    def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]: ...
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
     """Rows to carry between `tier` (slots there) and memory (one view a row, in the same order).
@@ -37,7 +49,7 @@ class Transfer:
     is its share of them.
     """
 
-    tier: Tier
+    tier: Carrier
     slots: Slots
     rows: Sequence[RowId]
     views: Sequence[memoryview]

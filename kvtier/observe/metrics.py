@@ -91,6 +91,7 @@ TABLE: tuple[MetricDef, ...] = (
     MetricDef("kvtier_resident_bytes", Kind.GAUGE, "Bytes of published rows.", ("tier",)),
     MetricDef("kvtier_capacity_bytes", Kind.GAUGE, "Cap of the tier.", ("tier",)),
     MetricDef("kvtier_medium_bytes", Kind.GAUGE, "Bytes the tier occupies on its medium.", ("tier",)),
+    MetricDef("kvtier_dedup_ratio", Kind.GAUGE, "Rows published for each row kept, where `dedup` is on.", ("tier",)),
     MetricDef("kvtier_hinted_sessions", Kind.GAUGE, "Sessions with hints that hold."),
     MetricDef("kvtier_conservative", Kind.GAUGE, "1 in conservative mode."),
     MetricDef("kvtier_gpu_busy", Kind.GAUGE, "Share of its time the GPU computes prompts (60 s average)."),

@@ -268,6 +268,7 @@ class CodecTier:
         return TierStats(
             own.capacity_rows, own.used_rows, own.cap_bytes, own.medium_bytes,
             own.read_bytes, own.written_bytes, own.read_s, own.write_s, faults, self._work.stats(own.faults),
+            inner.dedup_ratio,
         )  # fmt: skip
 
     def _shared(self) -> SharedTier:

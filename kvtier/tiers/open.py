@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvtier.config import CacheConfig
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.cxl import CxlTier
+from kvtier.tiers.dedup import DedupTier
 from kvtier.tiers.encoding import Encoding
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.pool import PoolTier
@@ -63,7 +64,13 @@ class Site:
         return replace(self, layout_digest=self.layout_digest + encoding.identity, row_bytes=encoding.row_bytes)
 
     def encoded(self, tier: Tier) -> Tier:
-        """The opened tier, behind its codec if it has one. Raises ConfigError if that is too slow for it."""
+        """The opened tier, behind its codec if it has one. Raises ConfigError if that is too slow for it.
+
+        Encoded rows are what is compared where equal payloads are kept once: equal rows at equal positions are equal.
+        """
+        names_per_row = self.config.dedup.get(tier.name)
+        if names_per_row is not None:
+            tier = DedupTier(tier, names_per_row=names_per_row)
         encoding = self.encodings.get(tier.name)
         if encoding is None:
             return tier

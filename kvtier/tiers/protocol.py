@@ -70,7 +70,8 @@ class CodecStats(msgspec.Struct, frozen=True):
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """Counters since start, and sizes now. `medium_bytes` is what the tier occupies on its medium."""
+    """Counters since start, and sizes now. `medium_bytes` is what the tier occupies on its medium;
+    `dedup_ratio` the rows published for each row kept, where equal payloads are kept once."""
 
     capacity_rows: int
     used_rows: int
@@ -82,6 +83,7 @@ class TierStats(msgspec.Struct, frozen=True):
     write_s: float
     faults: dict[str, int]
     codec: CodecStats | None = None
+    dedup_ratio: float | None = None
 
 
 class Tier(Protocol):

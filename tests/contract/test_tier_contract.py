@@ -20,6 +20,7 @@ from kvtier.testing.rows import chain_rows, payload_of, read_back, soiled_buffer
 from kvtier.testing.shared_memory_tier import SharedMemoryTier
 from kvtier.tiers.codec_tier import CodecTier, encoded_row_bytes
 from kvtier.tiers.cxl import CxlTier
+from kvtier.tiers.dedup import DedupTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme.uring import uring_missing
@@ -84,6 +85,9 @@ def _shared_fs(folder: Path, row_bytes: int, **tuning: bool) -> SharedFsTier:
         "faulty",
         "codec-raw",
         "codec-zstd",
+        "dedup-memory",
+        "dedup-nvme",
+        "codec-dedup-nvme",
         "shared-memory",
         "shared_fs",
         "shared_fs-buffered",
@@ -118,6 +122,9 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTi
             "faulty": lambda: FaultyTier(MemoryTier(row_bytes, CAPACITY)),
             "codec-raw": lambda: _encoded("raw", row_bytes),
             "codec-zstd": lambda: _encoded("zstd", row_bytes),
+            "dedup-memory": lambda: DedupTier(MemoryTier(row_bytes, CAPACITY)),
+            "dedup-nvme": lambda: DedupTier(_nvme(tmp_path, row_bytes)),
+            "codec-dedup-nvme": lambda: _encoded("zstd", row_bytes, lambda size: DedupTier(_nvme(tmp_path, size))),
             "shared-memory": lambda: SharedMemoryTier(row_bytes, CAPACITY),
             "shared_fs": lambda: _shared_fs(tmp_path, row_bytes),
             "shared_fs-buffered": lambda: _shared_fs(tmp_path, row_bytes, direct=False),

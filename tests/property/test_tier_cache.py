@@ -40,6 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**16), share=st.sampled_from([0.0, 0.0, 0.2]))
     def start(self, seed: int, share: float) -> None:
+        self.memory_checks = bool(seed % 2)
         self.draw = random.Random(seed)
         self.clock = VirtualClock()
         kinds = (FaultKind.EIO, FaultKind.ENOSPC, FaultKind.SHORT, FaultKind.FLIP)
@@ -51,7 +52,14 @@ class CacheMachine(RuleBasedStateMachine):
     def _open_cache(self) -> None:
         buffer = np.zeros(MEMORY_ROWS * ROW_BYTES, np.uint8)
         memory = DramTier.over(buffer, ROW_BYTES, MEMORY_ROWS, ROW_BYTES, checksums=False)
-        config = CacheConfig(dram_bytes=1, policy=self.policy, io_threads=2, chunk_bytes=4096, ghost_blocks=30)
+        config = CacheConfig(
+            dram_bytes=1,
+            policy=self.policy,
+            io_threads=2,
+            chunk_bytes=4096,
+            ghost_blocks=30,
+            memory_checks=self.memory_checks,
+        )
         self.cache = TierCache(
             config,
             Geometry(16, self.groups, self.windows),
