@@ -81,13 +81,10 @@ class MemoryChecks:
         capacity = memory.tier.stats().capacity_rows
         self._carrier = SealedRows(memory.name, memory.row_bytes, cache.seals)
         self._sealing_bytes = min(_SEALING_BYTES, capacity * memory.row_bytes // _SEALING_SHARE)
-        self._ended = 0
+        # Checks so far: a request is served by those that end after it arrived.
+        self.ended = 0
         self._verified = np.zeros(capacity, np.int64)
         self._under_way: dict[int, Check] = {}
-
-    def arrived(self, request: CachedRequest) -> None:
-        """A request arrives, or starts over: what is verified from now on counts for it."""
-        request.checked_after = self._ended
 
     def written(self, slots: Slots) -> None:
         """The engine wrote these slots anew: nothing is known of them."""
@@ -96,8 +93,8 @@ class MemoryChecks:
 
     def brought(self, slots: Slots) -> None:
         """Rows were read from a tier that verified them."""
-        self._ended += 1
-        self._verified[slots] = self._ended
+        self.ended += 1
+        self._verified[slots] = self.ended
 
     def unverified(self, request: CachedRequest, memory: Slots) -> Mask:
         """Which of these rows of memory have to be verified before the request is offered them."""

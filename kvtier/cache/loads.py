@@ -194,8 +194,7 @@ class Loader:
             promotion.late = True
             self._hung.add(promotion)
         self.forget(request)
-        request.awaited.clear()
-        request.checks.clear()
+        request.waits_no_more()
 
     def reset(self) -> None:
         """Everything in flight is for nobody: its rows are given back when the reads end."""

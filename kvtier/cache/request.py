@@ -54,6 +54,8 @@ class CachedRequest:
     context: RequestContext
     chain: Chain
     known_blocks: int
+    # Checks of memory rows that ended before it arrived say nothing to it.
+    checked_after: int = 0
     hold: Lease | None = None
     load: Lease | None = None
     plan: LoadPlan | None = None
@@ -67,9 +69,7 @@ class CachedRequest:
     asked_s: float = 0.0
     pending: dict[tuple[int, int], int] = field(default_factory=dict)
     awaited: set[tuple[int, int]] = field(default_factory=set)
-    # Checks of memory rows it waits for, and from when on they count for it.
-    checks: set[Check] = field(default_factory=set)
-    checked_after: int = 0
+    checks: set[Check] = field(default_factory=set)  # of memory rows
     promoted_from: dict[int, str] = field(default_factory=dict)
     failed: dict[int, MissReason] = field(default_factory=dict)
     declined: int = 0
@@ -84,6 +84,11 @@ class CachedRequest:
     started: bool = False
     finished: bool = False
     ended: bool = False
+
+    def waits_no_more(self) -> None:
+        """What it waited for is not for it any more."""
+        self.awaited.clear()
+        self.checks.clear()
 
     @property
     def blocks(self) -> int:

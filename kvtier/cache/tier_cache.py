@@ -126,9 +126,8 @@ class TierCache:
             level.adopt(chain)
         known = self.tree.walk(chain).blocks
         path = self.tree.insert(chain)
-        request = CachedRequest(context, chain, known)
+        request = CachedRequest(context, chain, known, self.checks.ended)
         request.canary = self.canary.drawn(request)
-        self.checks.arrived(request)
         self._live.add(request)
         self.traffic.arrived()
         self.levels.arrived(path, context)
@@ -174,7 +173,6 @@ class TierCache:
         later, after a preemption, is looked up afresh."""
         request.started = True
         request.limit_blocks = None
-        self.checks.arrived(request)
         self.traffic.started(request)
         self.hinted.started(request)
         self.look_ahead.started(request)
@@ -329,8 +327,7 @@ class TierCache:
             self.loader.release_hold(request)
             self.storer.abort(request)
             self.end_load(request)
-            request.awaited.clear()
-            request.checks.clear()
+            request.waits_no_more()
             request.limit_blocks = None
         for level in self.levels.all:
             level.clear()

@@ -111,7 +111,7 @@ def test_memory_lets_go_of_what_only_the_tier_that_goes_led_to() -> None:
     slots = cache.memory.make_room(1)
     assert slots is not None
     chain = token_chain([1, 2, 3, 4, 10])
-    cache.publish_in_memory(chain, 0, np.array([4]), slots, 0)
+    cache.levels.publish_in_memory(chain, 0, np.array([4]), slots, 0)
     assert cache.memory.residency.resident_rows == 1
     assert cache.detach("nvme")
     assert cache.memory.residency.resident_rows == 0
