@@ -46,6 +46,8 @@ class Link:
         self._lock = lock
         self._ended = ended
         self._now = now
+        # Until a budget lets the next call through; None where nothing waits for one. Set by `_next`.
+        self._pause_s: float | None = None
         self._closing = False
         self.threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{i}", daemon=True) for i in range(threads)
@@ -120,7 +122,7 @@ class Link:
                 while (call := self._next()) is None:
                     if self._closing:
                         return
-                    self._wake.wait(self._pause_s())
+                    self._wake.wait(self._pause_s)
             began = time.perf_counter()
             statuses = call.run(scratch)
             seconds = time.perf_counter() - began
@@ -129,9 +131,14 @@ class Link:
 
     def _next(self) -> Call | None:
         """What this thread may carry now."""
+        self._pause_s = None
         for read in (True, False):
             writing = sum(not call.read for call in self.running)
-            if self._queues[read] and (read or writing < self._n_threads - 1) and not self._wait_s(read):
+            if self._queues[read] and (read or writing < self._n_threads - 1):
+                if wait_s := self._wait_s(read):
+                    # Said by the same look at the clock: what is free a moment later must not wait for a wake-up.
+                    self._pause_s = min(wait_s, self._pause_s or wait_s)
+                    continue
                 call = self._together(self._queues[read])
                 self._buckets[read].take(call.n_bytes, time.monotonic())
                 self.running.append(call)
@@ -177,9 +184,3 @@ class Link:
 
     def _wait_s(self, read: bool) -> float:
         return self._buckets[read].wait_s(time.monotonic())
-
-    def _pause_s(self) -> float | None:
-        """Until a budget lets the next call through; None where nothing waits for one."""
-        waits = [self._wait_s(read) for read, queue in self._queues.items() if queue]
-        waits = [seconds for seconds in waits if seconds > 0]
-        return min(waits) if waits else None

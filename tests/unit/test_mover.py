@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from kvtier.cache.budget import TokenBucket
 from kvtier.cache.mover import Mover, Transfer, Urgency
 from kvtier.testing.clock import VirtualClock
 from kvtier.testing.memory_tier import MemoryTier
@@ -254,5 +255,26 @@ def test_a_call_that_does_not_come_back_is_reported_once(tier: Gated) -> None:
     assert mover.stuck(5.0) == []
     assert not mover.detach("gated", timeout_s=0.05)
     tier.gate.set()
+    assert len(collect(mover, 1)) == 1
+    mover.close()
+
+
+def test_a_budget_that_frees_between_two_looks_at_the_clock_wakes_its_thread(tier: Gated) -> None:
+    """Nobody else would: the transfer would lie there until the next one comes."""
+
+    class Fickle(TokenBucket):
+        looks = 0
+
+        def wait_s(self, now_s: float) -> float:
+            self.looks += 1
+            return 1e-6 if self.looks == 1 else 0.0
+
+    tier.gate.set()
+    mover = Mover(threads=2)
+    mover.submit(transfer(tier, 1, read=False))
+    assert len(collect(mover, 1)) == 1
+    link = mover._links["gated"]
+    link._buckets[False] = Fickle()
+    mover.submit(transfer(tier, 1, read=False))
     assert len(collect(mover, 1)) == 1
     mover.close()
