@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from kvtier.cache.level import Level
 from kvtier.errors import ConfigError
 from kvtier.index.tree import PrefixTree
+from kvtier.tiers.protocol import RecoveredRow, Tier
 
 TYPICAL_BYTES = 1 << 20
 """Tiers are ordered by what reading so much costs."""
@@ -44,6 +47,26 @@ def refuse_twice(levels: Iterable[Level], name: str) -> None:
     """Raise ConfigError if a tier of this name is attached, or still on its way out."""
     if any(level.name == name for level in levels):
         raise ConfigError(f"a tier named {name!r} is attached, or still ending its last transfers; detach it first")
+
+
+class Cleared:
+    """Which tiers the last reset has reached. One that was out at the time still has what was to be forgotten."""
+
+    def __init__(self) -> None:
+        self._names: set[str] | None = None
+
+    def reset(self, levels: Iterable[Level]) -> None:
+        """These levels were cleared."""
+        self._names = {level.name for level in levels}
+
+    def keep(self, tier: Tier, rows: Sequence[RecoveredRow]) -> Sequence[RecoveredRow]:
+        """What of a tier's recovered rows may be used: nothing from before a reset that it missed."""
+        if self._names is None or tier.name in self._names:
+            return rows
+        self._names.add(tier.name)
+        if rows:
+            tier.release(np.array([slot for slot, _ in rows], np.int32))
+        return []
 
 
 class Leaving:

@@ -76,12 +76,15 @@ class Discovery:
         self._done: deque[Question] = deque()
         self._open: set[Question] = set()
         self._closed = False
+        self._nonce = b""
         for level in levels:
             self.attach(level)
 
     def attach(self, level: Level) -> None:
         """Ask this level, too, from now on, if it is shared."""
         if is_shared(level.tier):
+            if self._nonce:
+                level.tier.part(self._nonce)  # it was out, or not open yet, when the cache was reset
             self.levels.append(level)
             self._noes[level.name] = OrderedDict()
             waiting = self._queues[level.name] = queue.Queue(_MOST_WAITING)
@@ -161,10 +164,10 @@ class Discovery:
         """The cache was reset: what was asked is for nobody, and the tiers are parted from what was written before."""
         for question in self._open:
             question.void = True
-        nonce = os.urandom(16)
+        self._nonce = os.urandom(16)
         for level in self.levels:
             assert is_shared(level.tier)
-            level.tier.part(nonce)
+            level.tier.part(self._nonce)
         for noes in self._noes.values():
             noes.clear()
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
+from kvtier.cache.attach import Cleared, Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.device import DeviceView
 from kvtier.cache.geometry import Geometry
 from kvtier.cache.level import Level
@@ -52,6 +52,7 @@ class Hierarchy:
         self.lower = by_cost(level for level, _ in self._found)
         self.device: DeviceView | None = None
         self._leaving = Leaving(tree)
+        self._cleared = Cleared()
 
     @property
     def all(self) -> list[Level]:
@@ -87,7 +88,7 @@ class Hierarchy:
     def attach(self, tier: Tier, probe: TierProbe | None) -> tuple[Level, int]:
         """Take in a tier; returns its level and the rows it brings. Raises ConfigError if one of its name is here."""
         refuse_twice([*self.all, *self._leaving.levels], tier.name)
-        rows = tier.recover()
+        rows = self._cleared.keep(tier, tier.recover())
         level = self._level(tier, below=True, probe=probe)
         self.lower = by_cost([*self.lower, level])
         return level, self._take_in(level, rows)
@@ -133,6 +134,13 @@ class Hierarchy:
         for level in self.lower:
             if level.name in names:
                 level.health.stalled()
+
+    def clear(self) -> None:
+        """Forget every row in every tier: those leaving, too, and those that come back later."""
+        levels = [*self.all, *self._leaving.levels]
+        for level in levels:
+            level.clear()
+        self._cleared.reset(levels)
 
     def step(self, idle: Callable[[Level], bool]) -> None:
         """Close detached levels that are idle. Costs nothing where none is leaving."""

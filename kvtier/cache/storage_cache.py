@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.attach import Leaving, build, by_cost, pick, refuse_twice
+from kvtier.cache.attach import Cleared, Leaving, build, by_cost, pick, refuse_twice
 from kvtier.cache.copies import Buffers, Copy, carry
 from kvtier.cache.geometry import Geometry
 from kvtier.cache.ghosts import Ghosts
@@ -67,6 +67,7 @@ class StorageCache:
         found = [(self._level(tier), rows) for tier, rows in zip(tiers, recovered, strict=True)]
         self.levels = by_cost(level for level, _ in found)
         self._leaving = Leaving(self.tree)
+        self._cleared = Cleared()
         self._storing = Storing(self.levels, self.tree, self._paths, self.recorder, geometry)
         self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens)
         self._ghosts = Ghosts(self.tree, self._residencies, config.ghost_blocks)
@@ -136,6 +137,7 @@ class StorageCache:
             with self._lock:
                 now = self.clock.now()
                 self._visits.expire(now)
+                self._land_late()
                 runs = self._paths.place(keys, head)
                 # Before room is made, so that nothing of this path is the next victim.
                 for run in runs:
@@ -161,7 +163,7 @@ class StorageCache:
             level = self._level(tier, probe)
             self.levels[:] = by_cost([*self.levels, level])
             self._inquiry.attach(level)
-            return self._take_in(level, rows)
+            return self._take_in(level, self._cleared.keep(tier, rows))
 
     def detach(self, name: str, wait_s: float = 10.0) -> bool:
         """Let go of a tier: it is asked for nothing more, what has begun may end, then it is closed with what it holds.
@@ -181,8 +183,9 @@ class StorageCache:
             self._visits.settle_all(self.clock.now())
             self._generation += 1
             self._inquiry.forget()
-            for level in self.levels:
+            for level in (levels := [*self.levels, *self._leaving.levels]):
                 level.clear()
+            self._cleared.reset(levels)
 
     def close(self, drain_s: float = 10.0) -> None:
         """Answer nothing from now on, wait for transfers under way, close the tiers. Idempotent."""

@@ -329,8 +329,7 @@ class TierCache:
             self.end_load(request)
             request.waits_no_more()
             request.limit_blocks = None
-        for level in self.levels.all:
-            level.clear()
+        self.levels.clear()
         self.epoch += 1
 
     def close(self, drain_s: float = 10.0) -> None:

@@ -17,9 +17,10 @@ from kvtier.errors import ConfigError
 from kvtier.testing.clock import VirtualClock
 from kvtier.testing.fake_engine import FakeEngine, content_of, token_chain
 from kvtier.testing.memory_tier import MemoryTier
+from kvtier.testing.shared_memory_tier import SharedMemoryTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.protocol import RowId, RowStatus, Slots, TierProbe
+from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier, TierProbe
 
 ROW, SPACE = 4096, b"s" * 32
 CONFIG = CacheConfig(dram_bytes=1, policy="lru", io_threads=2)
@@ -43,7 +44,7 @@ class Gated(MemoryTier):
         return TierProbe(0.01, 1e8, 0.01, 1e8)
 
 
-def engine_over(*tiers: MemoryTier | NvmeTier) -> FakeEngine:
+def engine_over(*tiers: Tier) -> FakeEngine:
     memory = DramTier.over(np.zeros(16 * ROW, np.uint8), ROW, 16, ROW, checksums=False)
     return FakeEngine(TierCache(CONFIG, Geometry(16), memory, memory.row, tiers, VirtualClock()))
 
@@ -118,6 +119,43 @@ def test_memory_lets_go_of_what_only_the_tier_that_goes_led_to() -> None:
     cache.close()
 
 
+def test_a_reset_reaches_tiers_that_were_out(tmp_path: Path) -> None:
+    """Weights may have been exchanged in place: what was computed before must not come back with its tier."""
+    engine = engine_over(nvme(tmp_path))
+    engine.serve(range(8))
+    engine.settle()
+    assert engine.cache.detach("nvme")
+    engine.cache.reset()
+    assert engine.cache.attach(nvme(tmp_path)) == 0
+    assert engine.serve(range(8)) == 0
+    forget_memory(engine)
+    assert engine.cache.detach("nvme")
+    assert engine.cache.attach(nvme(tmp_path)) == 8, "what was computed after it may"
+    assert engine.serve(range(8)) == 8
+    engine.cache.close()
+
+
+def test_a_reset_reaches_a_tier_that_is_leaving_and_shared_ones_that_were_out() -> None:
+    slow, medium = Gated(), dict[tuple[bytes, int], bytes]()
+    shared = SharedMemoryTier(ROW, 64, medium=medium)
+    engine = engine_over(slow, shared)
+    slow.gate.clear()
+    engine.serve(range(4))
+    assert slow.writing.wait(10)
+    assert not engine.cache.detach("slow", wait_s=0.0)
+    while shared.stats().used_rows < 4 or not medium:
+        engine.cache.poll()
+    assert engine.cache.detach(shared.name)
+    engine.cache.reset()
+    slow.gate.set()
+    while engine.cache.levels.leaving:
+        engine.settle()
+    assert slow.stats().used_rows == 0
+    engine.cache.attach(SharedMemoryTier(ROW, 64, medium=medium))
+    assert engine.serve(range(4)) == 0
+    engine.cache.close()
+
+
 def test_a_tier_that_hangs_leaves_when_it_lets_go() -> None:
     tier = Gated()
     engine = engine_over(tier)
@@ -178,5 +216,9 @@ def test_the_storage_cache_takes_tiers_out_and_in(tmp_path: Path) -> None:
     assert all(cache.load(keys, targets))
     assert targets == pages
     assert cache.leases() == 0
+    assert cache.detach("nvme")
+    cache.clear()
+    assert cache.attach(nvme(tmp_path)) == 0, "it was out when everything was forgotten"
+    assert cache.find(keys) == 0
     cache.check_integrity()
     cache.close()
