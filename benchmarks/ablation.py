@@ -1,6 +1,6 @@
 """What each part of the forecast brings: the same replay with one part switched off at a time.
 
-    python benchmarks/ablation.py TRACE [--capacity 512,2048] [--seed 1,2,3] [--only NAME,...] [--hours 24]
+    python -m benchmarks.ablation [TRACE] [--capacity 512,2048] [--seed 1,2,3] [--only NAME,...] [--hours 24]
 
 One JSON object per (variant, capacity, seed) on stdout as it is measured, then the table of docs/forecast.md: block hit
 rate in percent, mean over seeds, and the difference to the full policy in points with its standard error over seeds
@@ -94,7 +94,12 @@ def measure(name: str, requests: list[TraceRequest], capacity: int) -> tuple[Rep
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("trace", help="a trace file, or workload:KIND?parameters")
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        default="workload:agent?sessions=200&hours=2",
+        help="a trace file, or workload:KIND?parameters",
+    )
     parser.add_argument("--capacity", default="512,2048")
     parser.add_argument("--seed", default="1,2,3")
     parser.add_argument("--only", default=",".join(VARIANTS))

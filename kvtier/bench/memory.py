@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from kvtier.bench.rows import Bytes, Moves, warm_rows
 from kvtier.bench.turns import Line, Side, Workers, compare
+from kvtier.errors import ConfigError
 from kvtier.tiers.addresses import address_of, row_stride
 from kvtier.tiers.cxl import CxlTier
 from kvtier.tiers.cxl.format import REGION_ALIGN_BYTES
@@ -86,6 +87,8 @@ def _cxl(row_bytes: int, n: int, path: str) -> Iterator[tuple[CxlTier, mmap.mmap
     shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=shm, prefix="kvtier-bench-") as folder, contextlib.ExitStack() as stack:
         given = bool(path) and (find_place(path).is_device or find_place(path).node >= 0)
+        if path and not given:
+            raise ConfigError(f"--cxl {path!r} is neither a devdax device nor node:N; leave it out for a stand-in")
         chosen = path if given else os.path.join(folder, "cxl")
         tier = CxlTier(chosen, b"\1" * 32, "benchmark", row_bytes, cap)
         stack.callback(tier.close)

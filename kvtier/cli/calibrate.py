@@ -28,11 +28,14 @@ def calibrate(
     from kvtier.cli.progress import StepProgress
     from kvtier.codec.calibration import calibration_path
     from kvtier.codec.registry import MAX_CALIBRATION_KL
+    from kvtier.errors import ConfigError
     from kvtier.reference.calibrate import calibrate as measure
     from kvtier.reference.calibrate import default_texts
     from kvtier.reference.prefix_model import PrefixModel
     from kvtier.reference.texts import read_texts
 
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name a file in it")
     loaded = PrefixModel(model)
     texts = [content for _, content in read_texts(text)] if text else default_texts()
     with StepProgress() as progress:

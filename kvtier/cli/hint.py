@@ -53,6 +53,10 @@ def hint(
 
 def send(url: str, token: str, message: object) -> list[dict[str, str]]:
     """Post hints to a control endpoint. Raises HintError that says what went wrong."""
+    if not url.startswith(("http://", "https://")):
+        raise HintError(f"--url is {url!r}; it must begin with http:// or https://, such as {DEFAULT_URL}")
+    if not (token.isascii() and (token.isprintable() or not token)):
+        raise HintError("--token must be printable ASCII on one line")  # and is not repeated here
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"

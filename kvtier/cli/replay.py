@@ -38,7 +38,10 @@ def replay(
         str, typer.Option(help="A whole node: native, kvtier, kvtier+hints, engine, none. Default: the first three.")
     ] = "",
     load: Annotated[
-        float, typer.Option(min=0.0, help="A whole node: starts or arrivals this much denser. 0: busy, not overloaded.")
+        float,
+        typer.Option(
+            min=0.0, max=1e6, help="A whole node: starts or arrivals this much denser. 0: busy, not overloaded."
+        ),
     ] = 0.0,
     hints: Annotated[
         str, typer.Option(help="What is announced: lead_s=3,missing=0,false_share=0,mistimed=0,tools_only=true.")

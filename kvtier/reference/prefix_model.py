@@ -31,13 +31,21 @@ class PrefixModel:
         """Load model and tokenizer from a local folder. Raises ModelConfigError for architectures not covered."""
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        if not (Path(path) / "config.json").is_file():
+            raise ModelConfigError(f"{path}: no folder of a Hugging Face model; it must hold a config.json")
+        try:
+            config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ModelConfigError(f"{path}: {' '.join(str(error).split())[:200]}") from error
         if config.model_type not in _SUPPORTED:
             raise ModelConfigError(
                 f"{path}: model_type {config.model_type!r}; the references cover {', '.join(_SUPPORTED)}"
             )
-        self.tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError) as error:  # weights or tokenizer missing, or damaged
+            raise ModelConfigError(f"{path}: {' '.join(str(error).split())[:200]}") from error
         self.model = model.eval().requires_grad_(False)
         self.config = config
         self.layers: int = config.num_hidden_layers

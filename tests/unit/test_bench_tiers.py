@@ -73,6 +73,7 @@ def test_a_running_pool_is_measured_beside_its_own_client() -> None:
         (["--block", "1"], "--block is 1; it must be between 512 bytes and --total"),
         (["--path", "/no/such/folder", "--only", "nvme"], "--path '/no/such/folder' cannot be used"),
         (["--only", "control", "--out", "/tmp/never-written"], "a hardware file needs memory and nvme"),
+        (["--cxl", "/no/such/file", "--only", "memory"], "is neither a devdax device nor node:N"),
         (["--out", "/no/such/folder/x.toml"], "--out '/no/such/folder/x.toml' cannot be written"),
     ],
 )

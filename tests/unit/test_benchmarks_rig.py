@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks import ablation
 from benchmarks.rig.contenders import CONTENDERS, Room, contender
 from benchmarks.rig.engine import Answer
 from benchmarks.rig.figures import Samples, percentile
@@ -124,3 +125,14 @@ def test_every_contender_gets_the_same_memory(tmp_path: Path) -> None:
         environment = contender(name).environment(tmp_path, room)
         assert float(environment["LMCACHE_MAX_LOCAL_CPU_SIZE"]) * 2**30 == room.dram_bytes
         assert environment["PYTHONHASHSEED"] == "0"
+
+
+def test_the_ablation_runs_without_a_trace_as_make_bench_runs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--only", "lru", "--seed", "1", "--capacity", "64", "--hours", "0.05"]
+    monkeypatch.setattr("sys.argv", ["ablation", *options])
+    ablation.main()
+    out = capsys.readouterr().out
+    assert '"variant": "lru"' in out
+    assert out.splitlines()[-1].startswith("| lru | ")

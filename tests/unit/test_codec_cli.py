@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from kvtier.cli.main import app  # noqa: E402
 from kvtier.codec.calibration import load_calibration  # noqa: E402
-from kvtier.errors import ConfigError  # noqa: E402
+from kvtier.errors import ConfigError, ModelConfigError  # noqa: E402
 from tests.e2e.models import tiny_llama  # noqa: E402
 
 FIELDS = {
@@ -83,3 +83,22 @@ def test_mistakes_are_named(folder: Path) -> None:
     assert "at least" in str(result.exception)
     result = runner.invoke(app, ["eval", "codec", str(tiny_llama()), "--calibration", str(folder / "absent.json")])
     assert isinstance(result.exception, ConfigError)
+
+
+@pytest.mark.parametrize("command", [["calibrate"], ["eval", "codec"]])
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "it must hold a config.json"),
+        ("{}", "Unrecognized model"),
+        ("not json", "config.json"),
+        ('{"model_type": "llama"}', ": "),
+    ],
+)
+def test_no_model_is_one_clear_error(tmp_path: Path, command: list[str], config: str | None, says: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    done = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert isinstance(done.exception, ModelConfigError)
+    assert says in str(done.exception)
+    assert "\n" not in str(done.exception)

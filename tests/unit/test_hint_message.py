@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.cli.hint import send
 from kvtier.errors import HintError
 from kvtier.place.hint_message import parse_hints, parse_seconds
 from kvtier.place.hints import Hint, HintKind
@@ -63,3 +64,19 @@ def test_what_is_not_understood_is_one_line_that_says_what_to_change(message: ob
     with pytest.raises(HintError, match=said) as caught:
         parse_hints(message, 0.0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "says"),
+    [
+        ("file:///etc", "", "must begin with http:// or https://"),
+        ("127.0.0.1:7077", "", "must begin with http:// or https://"),
+        ("http://127.0.0.1:7077", "secret\nline", "--token must be printable ASCII"),
+        ("http://127.0.0.1:7077", "\u2192", "--token must be printable ASCII"),
+    ],
+)
+def test_an_address_or_token_that_cannot_be_is_said_without_the_token(url: str, token: str, says: str) -> None:
+    with pytest.raises(HintError) as caught:
+        send(url, token, {"session": "s", "returns_in": "3s"})
+    assert says in str(caught.value)
+    assert not token or token not in str(caught.value)
