@@ -104,6 +104,17 @@ class Hierarchy:
                 self._evict_orphans(segment, 0)
         return level
 
+    def attach_device(self, blocks: int, columns: int, row_bytes: int, in_use: Callable[[int], bool]) -> DeviceView:
+        """From now on the engine's own pool is a level, too: see `DeviceView` for the arguments."""
+        args = (self._tree, blocks, columns, row_bytes, in_use, self.policy, self._clock, self._recorder)
+        self.device = DeviceView(*args)
+        return self.device
+
+    def adopt(self, chain: bytes) -> None:
+        """Publish rows of the last process that waited for this prompt to name their place."""
+        for level in self.lower:
+            level.adopt(chain)
+
     def arrived(self, path: Sequence[Segment], context: RequestContext) -> None:
         """A request came for this path: the forecast and every policy hear of it."""
         now = self._clock.now()

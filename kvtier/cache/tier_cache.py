@@ -122,8 +122,7 @@ class TierCache:
 
     def open(self, context: RequestContext, chain: Chain) -> CachedRequest:
         """A request arrived with this prompt. Settles forecasts; promises nothing yet."""
-        for level in self.lower:
-            level.adopt(chain)
+        self.levels.adopt(chain)
         known = self.tree.walk(chain).blocks
         path = self.tree.insert(chain)
         request = CachedRequest(context, chain, known, self.checks.ended)
@@ -242,10 +241,7 @@ class TierCache:
 
     def attach_device(self, blocks: int, columns: int, row_bytes: int, in_use: Callable[[int], bool]) -> DeviceView:
         """From now on the engine's own pool is a tier of its own: see `DeviceView` for the arguments."""
-        policy = self.levels.policy
-        view = DeviceView(self.tree, blocks, columns, row_bytes, in_use, policy, self.clock, self.recorder)
-        self.levels.device = view
-        return view
+        return self.levels.attach_device(blocks, columns, row_bytes, in_use)
 
     def protect(self, segments: Sequence[Segment], until_s: float) -> bool:
         """Keep these segments on the device until then, as far as the engine's order of eviction can: a request in the
