@@ -41,6 +41,7 @@ class Residency:
         self._slots: dict[int, Slots] = {}
         self._extent: dict[int, int] = {}
         self._pins = np.zeros(capacity_rows, np.int32)
+        self._pinned_rows = 0  # asked for every step, and for every session a hint keeps
         self._leaves: dict[int, Segment] = {}
         self._resident_rows = 0
         tree.listen(self)
@@ -58,7 +59,7 @@ class Residency:
     @property
     def pinned_rows(self) -> int:
         """Rows some lease or copy holds."""
-        return int(np.count_nonzero(self._pins))
+        return self._pinned_rows
 
     def extent(self, segment: Segment) -> int:
         """Leading blocks of `segment` after which nothing is resident."""
@@ -141,6 +142,7 @@ class Residency:
 
     def pin(self, slots: Slots) -> None:
         """Hold rows: they stay where they are until unpinned as often as pinned. Slots must be distinct."""
+        self._pinned_rows += len(slots) - int(np.count_nonzero(self._pins[slots]))
         self._pins[slots] += 1
 
     def unpin(self, slots: Slots) -> None:
@@ -148,6 +150,7 @@ class Residency:
         if (self._pins[slots] <= 0).any():
             raise LeaseError(f"a row of {self.name} is let go more often than it was held")
         self._pins[slots] -= 1
+        self._pinned_rows -= len(slots) - int(np.count_nonzero(self._pins[slots]))
 
     def is_pinned(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of `slots` are held."""
@@ -182,8 +185,8 @@ class Residency:
         flat = np.concatenate(all_slots) if all_slots else np.empty(0, np.int32)
         if rows != self._resident_rows or len(np.unique(flat)) != len(flat) or set(self._extent) != set(self._slots):
             raise IntegrityError(f"{self.name} counts {self._resident_rows} rows, holds {rows}")
-        if (self._pins < 0).any():
-            raise IntegrityError(f"{self.name} has a negative pin")
+        if (self._pins < 0).any() or np.count_nonzero(self._pins) != self._pinned_rows:
+            raise IntegrityError(f"{self.name} has a negative pin, or counts pins wrongly")
 
     # --- TreeListener -------------------------------------------------------------------------------------------
 
