@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvtier.cache.tier_cache import TierCache
-from kvtier.errors import ConfigError, HintError
+from kvtier.errors import HintError
 from kvtier.observe.endpoint import TOKEN_VARIABLE, ControlServer, parse_address
 from kvtier.place.hint_message import parse_hints
 from kvtier.place.hints import Hint
@@ -144,12 +144,14 @@ class Control:
         name, reopen = _tier_named(body), self._cache.reopen
         if reopen is None:
             raise HintError("this engine cannot open tiers again; restart it")
+        with self._locked():
+            self._cache.levels.refuse_twice(name)  # before a second one is opened on the same medium
         tier = reopen(name)
-        probe = tier.probe()
         try:
+            probe = tier.probe()
             with self._locked():
                 return {"tier": name, "rows": self._cache.attach(tier, probe)}
-        except (ConfigError, TimeoutError):
+        except BaseException:
             tier.close()
             raise
 
@@ -171,6 +173,8 @@ class Control:
                 try:
                     if not self._closing.is_set():
                         cache.poll()
+                except Exception:  # noqa: BLE001 - thread boundary: hints of other sessions are still kept
+                    cache.recorder.add("kvtier_faults", 1, "engine", "timekeeper")
                 finally:
                     cache.lock.release()
 

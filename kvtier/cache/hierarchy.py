@@ -87,11 +87,15 @@ class Hierarchy:
 
     def attach(self, tier: Tier, probe: TierProbe | None) -> tuple[Level, int]:
         """Take in a tier; returns its level and the rows it brings. Raises ConfigError if one of its name is here."""
-        refuse_twice([*self.all, *self._leaving.levels], tier.name)
+        self.refuse_twice(tier.name)
         rows = self._cleared.keep(tier, tier.recover())
         level = self._level(tier, below=True, probe=probe)
         self.lower = by_cost([*self.lower, level])
         return level, self._take_in(level, rows)
+
+    def refuse_twice(self, name: str) -> None:
+        """Raise ConfigError if a tier of this name is attached, or still on its way out."""
+        refuse_twice([*self.all, *self._leaving.levels], name)
 
     def detach(self, name: str) -> Level:
         """A level is asked for nothing more; `step` closes it once nothing moves. Raises ConfigError for an unknown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from kvtier.observe.endpoint import TOKEN_VARIABLE, is_loopback, parse_address
 from kvtier.testing.fake_engine import FakeEngine
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tiers.dram import DramTier
+from kvtier.tiers.protocol import TierProbe
 
 ROW = 64
 
@@ -194,3 +196,42 @@ def test_tiers_are_detached_and_attached_again(rig: Rig) -> None:
     assert "there are: nvme" in answer["error"]
     assert rig.call("POST", "/v1/tiers/attach", {"tier": "nvme"})[0] == 400, "it is there already"
     assert rig.call("POST", "/v1/tiers/attach", [])[0] == 400
+
+
+def test_a_tier_that_is_there_is_not_opened_again_and_one_that_fails_is_closed(rig: Rig) -> None:
+    class Broken(MemoryTier):
+        closed = False
+
+        def probe(self) -> TierProbe:
+            raise OSError("gone again")
+
+        def close(self) -> None:
+            self.closed = True
+
+    opened: list[Broken] = []
+
+    def reopen(name: str) -> Broken:
+        opened.append(Broken(ROW, 8, name=name))
+        return opened[-1]
+
+    rig.cache.reopen = reopen
+    assert rig.call("POST", "/v1/tiers/attach", {"tier": "nvme"})[0] == 400
+    assert not opened, "two on one medium would overwrite each other"
+    assert rig.call("POST", "/v1/tiers/attach", {"tier": "other"})[0] == 500
+    assert opened[0].closed
+
+
+def test_the_timekeeper_outlives_what_goes_wrong_in_a_beat(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    left = [True]
+
+    def poll() -> None:
+        if left:
+            left.clear()
+            raise RuntimeError("once")
+        done.set()
+
+    monkeypatch.setattr(rig.cache, "poll", poll)
+    assert rig.call("POST", "/v1/hints", {"session": "s", "returns_in": 3})[0] == 200
+    assert done.wait(10)
+    assert rig.cache.recorder.drain()[0]["kvtier_faults", ("engine", "timekeeper")] == 1
