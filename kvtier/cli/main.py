@@ -45,13 +45,26 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 
 
+# What typer raises for options and arguments; it has had more than one home, this is its public descendant's parent.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
 def main() -> None:
-    """Run the command line; every KVTierError becomes one line on stderr and exit code 2."""
+    """Run the command line; every wrong input becomes one line on stderr and exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except KVTierError as error:
-        typer.echo(f"kvtier: {error}", err=True)
-        sys.exit(2)
+        said = str(error)
+    except _UsageError as error:
+        said = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
+        if not said:  # a command without arguments has shown its help
+            sys.exit(2)
+        said += f" See `{getattr(getattr(error, 'ctx', None), 'command_path', 'kvtier')} --help`."
+    except typer.Abort:
+        typer.echo("kvtier: aborted", err=True)
+        sys.exit(1)
+    typer.echo(f"kvtier: {said}", err=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

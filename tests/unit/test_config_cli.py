@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli.config import check_options, read_options
+from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 
 
@@ -66,3 +67,25 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
 def test_what_the_start_of_an_engine_would_refuse_is_refused(given: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         check_options(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["clear"], "Missing argument"),
+        (["hint", "s", "--returns", "3s"], "No such option: --returns"),
+        (["replay", "workload:chat", "--load", "inf", "--variant", "native"], "Invalid value for '--load'"),
+    ],
+)
+def test_wrong_usage_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kvtier", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err.startswith("kvtier: ")
+    assert err.count("\n") == 1
+    assert says in err
