@@ -32,6 +32,8 @@ _KNOWN_BYTES = 64 << 20
 _KEPT_SHARE = 0.5
 """Of a tier, at most, kept for sessions that are not there: a cache that only waits serves nobody."""
 _TICK_S = 0.1
+_KEPT_A_TICK = 64
+"""Sessions whose copies below are looked for anew in one tick: thousands at once would hold up the engine's thread."""
 _LEAD_MARGIN = 1.5
 
 
@@ -93,7 +95,9 @@ class Hinted:
         if not self._cache.conservative:
             for session in self.book.due(now, self._lead_s):
                 self._fetch(session)
-        for session in list(self._below):
+        for _ in range(min(_KEPT_A_TICK, len(self._below))):
+            session = next(iter(self._below))
+            self._below[session] = self._below.pop(session)  # the others first, next time
             self._keep_below(session)
         self._count_returns()
 

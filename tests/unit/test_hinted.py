@@ -201,3 +201,24 @@ def test_ended_requests_close_with_their_outcome(rig: Rig) -> None:
     request = rig.engine.open(rig.tokens(0), session="s")
     rig.cache.close_request(request, Outcome(finished_s=0.0, stop_reason=StopReason.ABORTED))
     assert rig.hint("s", HintKind.RETURNS_IN, 1.0) is HintOutcome.ACCEPTED
+
+
+def test_thousands_of_hinted_sessions_take_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick looks for the copies of a few of them, and comes round to all."""
+    sessions = [f"s{i}" for i in range(150)]
+    for i, session in enumerate(sessions):
+        rig.turn(session, 10_000 + 100 * i)
+        assert rig.hint(session, HintKind.RETAIN_UNTIL, 1000.0) is HintOutcome.ACCEPTED
+    looked: list[str] = []
+    keep = rig.cache.hinted._keep_below
+
+    def noted(session: str) -> None:
+        looked.append(session)
+        keep(session)
+
+    monkeypatch.setattr(rig.cache.hinted, "_keep_below", noted)
+    rig.clock.advance(0.2)
+    rig.cache.poll()
+    assert 0 < len(looked) <= 64
+    rig.wait(1.0)
+    assert set(looked) == set(sessions)
