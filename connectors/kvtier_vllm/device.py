@@ -59,7 +59,7 @@ def watch_device(pool: BlockPool, manager: KVTierManager, vllm_config: VllmConfi
 
     def owner_of(request_id: str) -> Owner | None:
         tracked = manager.tracked(request_id)
-        return None if tracked is None else Owner(lambda: manager.chain_of(tracked))
+        return None if tracked is None else Owner(lambda: manager.chain_of(tracked), lambda: tracked.cached.ended)
 
     try:
         check_pool(pool)

@@ -38,9 +38,10 @@ _ARGUMENTS = (
 
 
 class Owner(NamedTuple):
-    """Whose blocks get hashes: `chain` gives the keys known by now (it grows), empty once the request is over."""
+    """Whose blocks get hashes: `chain` gives the keys known by now; it grows until the request is `over`."""
 
     chain: Callable[[], bytes]
+    over: Callable[[], bool] = lambda: False
 
 
 class _Cached(NamedTuple):
@@ -193,8 +194,11 @@ class PoolWatch:
 
     def _place_early(self) -> None:
         waiting, self._early = self._early, {}
-        for entry in waiting.values():
-            self._place(entry)
+        for block_id, entry in waiting.items():
+            if entry.first // self._parts < chain_length(entry.owner.chain()):
+                self._place(entry)
+            elif not entry.owner.over():
+                self._early[block_id] = entry
 
 
 def check_pool(pool: BlockPool) -> None:

@@ -100,7 +100,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _owner(self, request_id: str) -> Owner | None:
         tracked = self.manager.tracked(request_id)
-        return None if tracked is None else Owner(lambda: self.manager.chain_of(tracked))
+        if tracked is None:
+            return None
+        return Owner(lambda: self.manager.chain_of(tracked), lambda: tracked.cached.ended)
 
     # --- what a scheduler does ----------------------------------------------------------------------------------
 
@@ -250,3 +252,19 @@ TestChunks = ChunkMachine.TestCase
 TestChunks.settings = _settings
 TestEngineOrder = EngineOrderMachine.TestCase
 TestEngineOrder.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+def test_blocks_of_chunks_that_will_never_be_full_are_not_looked_at_for_ever() -> None:
+    """The request is over; its blocks stay on the device for as long as nobody needs the room."""
+    machine = ChunkMachine()
+    machine.start()
+    watch = machine.device.watch
+    machine.arrive([0] * BLOCK * 3)
+    machine.admit(1)
+    watch.refresh()
+    assert len(watch._early) == 1, "the first block of the second chunk, which may still be filled"
+    machine.end(0)
+    watch.refresh()
+    assert not watch._early
+    assert machine.view.residency.resident_rows == 2
+    machine.teardown()
