@@ -101,9 +101,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
             if current_platform.is_cuda_alike() or current_platform.is_xpu():
                 self._worker = self.create_worker(kv_caches)
             else:
-                self._worker = HostWorker(
-                    kv_caches, self._open_region(self.config.parallel.rank), self.blocks_per_chunk
-                )
+                self._worker = HostWorker(kv_caches, self._open_region(self._region_rank), self.blocks_per_chunk)
         return self._worker
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -111,8 +109,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         they have no GPU."""
         from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker, pin_mmap_region
 
-        rank = 0 if self.replicated_layout else self.config.parallel.rank
-        region = self._open_region(rank)
+        region = self._open_region(self._region_rank)
         try:
             if self._memory_form is not None:
                 from kvtier_vllm.coded_worker import CodedWorker, courier_of
@@ -128,6 +125,15 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         except BaseException:
             region.cleanup()
             raise
+
+    def _uses_shared_region(self) -> bool:
+        """Here on every platform: ranks that hold the same bytes (MLA) keep one copy on a CPU, too."""
+        return True
+
+    @property
+    def _region_rank(self) -> int:
+        """Whose part of a row this worker writes: its own, or the only one."""
+        return 0 if self.replicated_layout else self.config.parallel.rank
 
     def _open_region(self, rank: int | None) -> SharedOffloadRegion:
         if rank is not None:

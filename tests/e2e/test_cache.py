@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from examples.demo.prepare_model import smollm2
 from tests.e2e import scenarios_cache as scenarios
 from tests.e2e.conftest import RunScenario
+from tests.e2e.engine import MLA_BLOCK_TOKENS
 from tests.e2e.models import ALL_MODELS
 
 POOL = {"num_gpu_blocks_override": 300, "max_model_len": 1_024}
@@ -131,6 +133,17 @@ def test_two_ranks_share_one_row_and_one_decision(run: RunScenario, tmp_path: Pa
     assert found["leases"] == 0
     again = run(scenarios.two_ranks, model=tiny_llama, kvtier=options(tmp_path), engine=POOL)
     assert again["first"] == plain["first"], "a new process is served both halves of every row"
+
+
+def test_a_latent_is_kept_once_for_two_ranks(run: RunScenario, tmp_path: Path, tiny_mla: str) -> None:
+    """MLA under tensor parallelism: every rank computes the same latent, and a row has it once (vLLM's replicated
+    layout). Both ranks are served from it."""
+    found = run(scenarios.two_ranks, model=tiny_mla, kvtier=options(tmp_path), engine=POOL)
+    layers = json.loads((Path(tiny_mla) / "config.json").read_text())["num_hidden_layers"]
+    assert found["row_bytes"] == layers * MLA_BLOCK_TOKENS * (512 + 64) * 4, "float32 latents of one rank"
+    assert found["first"] == found["again"], "computed, and loaded by both ranks"
+    assert min(found["cached"]) >= 192
+    assert found["leases"] == 0
 
 
 def test_a_flipped_byte_is_recomputed_and_counted(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
