@@ -25,6 +25,12 @@ _ENGINE_KEYS = frozenset(
     }
 )
 
+# A storage level sees neither the device, nor the queue, nor requests: these would do nothing, so they are errors.
+_VLLM_KEYS = (
+    "hbm_policy", "look_ahead", "control", "hint_pin_bytes", "canary_share", "memory_checks", "write_admission",
+    "prices_file", "store_generated", "lossy_requests",
+)  # fmt: skip
+
 
 def cache_config(extra_config: Mapping[str, Any] | None) -> CacheConfig:
     """The checked configuration. Raises ConfigError saying what to change."""
@@ -39,6 +45,10 @@ def cache_config(extra_config: Mapping[str, Any] | None) -> CacheConfig:
         raise ConfigError(
             "dram_bytes has no meaning under SGLang, whose HiCache owns host memory; remove it and set --hicache-size"
         )
+    unset = CacheConfig()
+    for key in _VLLM_KEYS:
+        if getattr(config, key) != getattr(unset, key):
+            raise ConfigError(f"{key} has no effect under SGLang, only under vLLM; remove it")
     if not configured_tiers(config):
         raise ConfigError(
             'kvtier has no tier to keep pages in; set nvme_path and nvme_bytes, for example "nvme_path": "/cache", '

@@ -1,4 +1,7 @@
-"""shared_fs when things go wrong: every call fails once, files are damaged or vanish, writers die, machines race."""
+"""shared_fs when things go wrong: every call fails once, files are damaged or vanish, writers die, machines race.
+
+Longer than most files: every test here shares the same few fixtures of one medium.
+"""
 
 from __future__ import annotations
 

@@ -133,6 +133,15 @@ def test_configuration_is_checked_strictly(tmp_path: Any) -> None:
         cache_config({**GIVEN, **nvme, "interface_v1": 0})
     with pytest.raises(ConfigError, match="hicache-size"):
         cache_config({**GIVEN, **nvme, "dram_bytes": "1GiB"})
+    for key, value in (
+        ("look_ahead", False),
+        ("canary_share", 0.1),
+        ("control", ":7077"),
+        ("write_admission", "value"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} has no effect under SGLang"):
+            cache_config({**GIVEN, **nvme, key: value})
+    assert cache_config({**GIVEN, **nvme, "look_ahead": True, "canary_share": 0.0}).look_ahead
     with pytest.raises(ConfigError, match="no tier"):
         cache_config(GIVEN)
     with pytest.raises(ConfigError):
