@@ -96,10 +96,13 @@ class Discovery:
         """Ask this level no more; what it was asked is for nobody."""
         if level in self.levels:
             self.levels.remove(level)
-            for question in self._open:
-                question.void = question.void or question.level is level
+            for question in [question for question in self._open if question.level is level]:
+                question.void = True
+                self._open.discard(question)
             del self._noes[level.name]
-            _end(self._queues.pop(level.name))
+            for question in _end(self._queues.pop(level.name)):
+                self._done.append(question)
+                question.ended.set()
 
     @property
     def busy(self) -> bool:
@@ -266,10 +269,17 @@ def _ask(tier: SharedTier, question: Question, first: int, stop: int, groups: Se
     return np.array(tier.exists(rows), np.bool_).reshape(stop - first, len(groups))
 
 
-def _end(waiting: queue.Queue[Question | None]) -> None:
-    """Let the threads of a queue end. Those that hang in a tier are left to the end of the process."""
-    for _ in range(_THREADS):
+def _end(waiting: queue.Queue[Question | None]) -> list[Question]:
+    """Let the threads of a queue end; returns what they have not begun. Those that hang in a tier are left to the end
+    of the process."""
+    left: list[Question] = []
+    while True:
         try:
-            waiting.put_nowait(None)
-        except queue.Full:
+            question = waiting.get_nowait()
+        except queue.Empty:
             break
+        if question is not None:
+            left.append(question)
+    for _ in range(_THREADS):
+        waiting.put_nowait(None)
+    return left

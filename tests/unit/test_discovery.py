@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -295,3 +295,30 @@ def test_clearing_a_storage_level_hides_what_others_stored_before() -> None:
     assert first.find(chain) == 3
     first.check()
     second.check()
+
+
+def test_a_tier_that_hangs_and_leaves_leaves_no_thread_and_no_question_behind() -> None:
+    """With more asked of it than its queue takes."""
+    gate = threading.Event()
+
+    class Hanging(SharedMemoryTier):
+        def exists(self, rows: Sequence[RowId]) -> list[bool]:
+            gate.wait(20)
+            return super().exists(rows)
+
+    tier = Hanging(64, 64, name="hanging")
+    memory = DramTier.over(np.zeros(8 * 64, np.uint8), 64, 8, 64, checksums=False)
+    config = CacheConfig(dram_bytes=1, policy="lru", io_threads=2)
+    engine = FakeEngine(TierCache(config, Geometry(16), memory, memory.row, [tier], VirtualClock()))
+    for first in range(300):
+        engine.open([first], 1)
+    assert engine.cache.busy
+    engine.cache.detach("hanging")
+    engine.cache.poll()
+    assert not engine.cache.busy
+    gate.set()
+    asking = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-find-hanging")]
+    for thread in asking:
+        thread.join(10)
+        assert not thread.is_alive()
+    engine.cache.close()
