@@ -62,7 +62,7 @@ class RequestFeed:
         view = DeviceView(self.tree, capacity_pages)
         self.policy = WorthPolicy(view, guarded=guarded)
         self._locator = Locator(self.tree)
-        self._ghosts = Ghosts(self.tree, [view], ghost_blocks)  # type: ignore[list-item]
+        self._ghosts = Ghosts(self.tree, lambda: [view], ghost_blocks)
         self._running: OrderedDict[str, RequestContext] = OrderedDict()
         self._over: OrderedDict[str, None] = OrderedDict()
 

