@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.tiers.protocol import RowId, Slots
+from kvtier.tiers.inflight import InFlight
+from kvtier.tiers.objects import ObjectSeal
+from kvtier.tiers.protocol import RecoveredRow, RowId, Slots
 from kvtier.tiers.slots import SlotTable
 
 
@@ -43,3 +45,34 @@ class Handles:
         """For each slot whether it is published and speaks of this very row."""
         with self._lock:
             return [self._rows.get(slot) == row for slot, row in zip(slots.tolist(), rows, strict=True)]
+
+
+class HandleTier:
+    """The control thread's half of a shared tier, the same whatever the medium is. See SharedTier for the verbs."""
+
+    row_bytes: int
+    _identity: tuple[bytes, str]  # digests of the key space and of the layout
+    _in_flight: InFlight
+    _handles: Handles
+
+    def reserve(self, n: int) -> Slots | None:
+        return None if self._in_flight.closed else self._handles.table.take(n)
+
+    def release(self, slots: Slots) -> None:
+        """See SharedTier: the rows stay on the medium."""
+        if not self._in_flight.closed:
+            self._handles.release(slots)
+
+    def recover(self) -> list[RecoveredRow]:
+        """Nothing: what is there is found by asking for it."""
+        return []
+
+    def adopt(self, slots: Slots, rows: Sequence[RowId]) -> None:
+        """See SharedTier. Raises IntegrityError for slots that are not reserved."""
+        self._handles.table.require_reserved(slots)
+        self._handles.publish(slots, rows)
+
+    def _parted(self, nonce: bytes) -> ObjectSeal:
+        """Names under which nobody else looks: what `part` goes on with."""
+        key_space, layout = self._identity
+        return ObjectSeal(key_space, f"{layout} parted {nonce.hex()}", self.row_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -43,6 +44,16 @@ class Meter:
             self._read_s += read_s
             self._written_bytes += written_bytes
             self._write_s += write_s
+
+    def rows_read(self, statuses: Sequence[RowStatus], row_bytes: int, begin_s: float) -> None:
+        """Count a read that began at `begin_s` (perf_counter) and ends now: what arrived, and what did not."""
+        moved = self.count_faults(statuses)
+        self.moved(read_bytes=moved * row_bytes, read_s=time.perf_counter() - begin_s)
+
+    def rows_written(self, statuses: Sequence[RowStatus], row_bytes: int, begin_s: float) -> None:
+        """Count a write in the same way."""
+        moved = self.count_faults(statuses)
+        self.moved(written_bytes=moved * row_bytes, write_s=time.perf_counter() - begin_s)
 
     def stats(self, *, capacity_rows: int, used_rows: int, cap_bytes: int, medium_bytes: int) -> TierStats:
         """The counters as `TierStats`, with the sizes given."""

@@ -162,8 +162,7 @@ class CxlTier:
                 self._read_row(slot, row, target) if there else RowStatus.FOREIGN
                 for slot, row, target, there in zip(slots.tolist(), rows, targets, published, strict=True)
             ]
-            moved = self._meter.count_faults(statuses)
-            self._meter.moved(read_bytes=moved * self.row_bytes, read_s=time.perf_counter() - begin_s)
+            self._meter.rows_read(statuses, self.row_bytes, begin_s)
             return statuses
 
     def probe(self) -> TierProbe:

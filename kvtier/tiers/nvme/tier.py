@@ -147,8 +147,7 @@ class NvmeTier:
             n = self._budget.grant(len(rows), self._slot_bytes)
             batch = Batch(slots[:n], rows[:n], sources[:n], self._take_generations(n))
             statuses = self._publish(batch, self._transfer.write(batch))
-            moved = self._meter.count_faults(statuses)
-            self._meter.moved(written_bytes=moved * self.row_bytes, write_s=time.perf_counter() - begin_s)
+            self._meter.rows_written(statuses, self.row_bytes, begin_s)
             self._meter.fault("write_budget", len(rows) - n)
             return statuses + [RowStatus.FULL] * (len(rows) - n)
 
@@ -167,8 +166,7 @@ class NvmeTier:
             batch = Batch(slots[known], [rows[i] for i in at], [targets[i] for i in at], generations)
             for i, status in zip(at, self._transfer.read(batch), strict=True):
                 statuses[i] = status
-            moved = self._meter.count_faults(statuses)
-            self._meter.moved(read_bytes=moved * self.row_bytes, read_s=time.perf_counter() - begin_s)
+            self._meter.rows_read(statuses, self.row_bytes, begin_s)
             return statuses
 
     def probe(self) -> TierProbe:

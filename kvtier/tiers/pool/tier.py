@@ -17,13 +17,13 @@ from kvtier.codec.checksum import checksum64
 from kvtier.errors import ConfigError, TierIOError
 from kvtier.tiers.addresses import address_of
 from kvtier.tiers.arguments import check_arguments
-from kvtier.tiers.handles import Handles
+from kvtier.tiers.handles import Handles, HandleTier
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.objects import HEADER_BYTES, STATUS_OF, ObjectSeal, Verdict
 from kvtier.tiers.pool.client import NO_ROOM, NOT_THERE, Client, MooncakeClient, PoolOptions
 from kvtier.tiers.pool.staging import Staging
-from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, TierProbe, TierStats
+from kvtier.tiers.protocol import RowId, RowStatus, Slots, TierProbe, TierStats
 
 _CLOSE_WAIT_S = 70.0
 """A call to a peer that stopped comes back after Mooncake's own timeout."""
@@ -32,7 +32,7 @@ _PROBE_ROWS = 4
 _UNUSABLE = TierProbe(float("inf"), 1.0, float("inf"), 1.0)
 
 
-class PoolTier:
+class PoolTier(HandleTier):
     """See `kvtier.tiers.protocol.SharedTier` for the contract.
 
     Payloads go between the network and the caller's buffers without a copy: over TCP always, over RDMA where the
@@ -74,27 +74,9 @@ class PoolTier:
 
     # ---- control thread
 
-    def reserve(self, n: int) -> Slots | None:
-        return None if self._in_flight.closed else self._handles.table.take(n)
-
-    def release(self, slots: Slots) -> None:
-        """See SharedTier: the objects stay."""
-        if not self._in_flight.closed:
-            self._handles.release(slots)
-
-    def recover(self) -> list[RecoveredRow]:
-        """Nothing: what is there is found by asking for it."""
-        return []
-
-    def adopt(self, slots: Slots, rows: Sequence[RowId]) -> None:
-        """See SharedTier. Raises IntegrityError for slots that are not reserved."""
-        self._handles.table.require_reserved(slots)
-        self._handles.publish(slots, rows)
-
     def part(self, nonce: bytes) -> None:
         """See SharedTier."""
-        key_space, layout = self._identity
-        self._seal = ObjectSeal(key_space, f"{layout} parted {nonce.hex()}", self.row_bytes)
+        self._seal = self._parted(nonce)
 
     def close(self) -> None:
         """Stop, wait for transfers in flight, leave the pool."""
@@ -130,8 +112,7 @@ class PoolTier:
             statuses = self._put(self._seal, rows, sources)
             good = np.array([status is RowStatus.OK for status in statuses], np.bool_)
             self._handles.publish(slots[good], [row for row, ok in zip(rows, good, strict=True) if ok])
-            moved = self._meter.count_faults(statuses)
-            self._meter.moved(written_bytes=moved * self.row_bytes, write_s=time.perf_counter() - begin_s)
+            self._meter.rows_written(statuses, self.row_bytes, begin_s)
             return statuses
 
     def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
@@ -147,8 +128,7 @@ class PoolTier:
                 found = self._get(self._seal, [rows[i] for i in known], [targets[i] for i in known])
                 for i, status in zip(known, found, strict=True):
                     statuses[i] = status
-            moved = self._meter.count_faults(statuses)
-            self._meter.moved(read_bytes=moved * self.row_bytes, read_s=time.perf_counter() - begin_s)
+            self._meter.rows_read(statuses, self.row_bytes, begin_s)
             return statuses
 
     def probe(self) -> TierProbe:

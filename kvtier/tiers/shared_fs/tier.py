@@ -13,12 +13,12 @@ import numpy as np
 from kvtier.errors import ConfigError, TierIOError
 from kvtier.tiers.addresses import round_up
 from kvtier.tiers.arguments import check_arguments
-from kvtier.tiers.handles import Handles
+from kvtier.tiers.handles import Handles, HandleTier
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.nvme.io import BLOCK
 from kvtier.tiers.objects import ObjectSeal
-from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, TierProbe, TierStats
+from kvtier.tiers.protocol import RowId, RowStatus, Slots, TierProbe, TierStats
 from kvtier.tiers.shared_fs.cleaner import Cleaner
 from kvtier.tiers.shared_fs.files import RowFiles
 from kvtier.tiers.shared_fs.filesystem import FileSystem
@@ -33,7 +33,7 @@ _UNUSABLE = TierProbe(read_latency_s=1e9, read_bytes_per_s=1.0, write_latency_s=
 _WRONG = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP)
 
 
-class SharedFsTier:
+class SharedFsTier(HandleTier):
     """See `kvtier.tiers.protocol.SharedTier` for the contract and `Ledger` for the cap.
 
     Everything lies under `<path>/kvtier`, which `cap_bytes` bounds for all machines together: give all the same number.
@@ -80,28 +80,11 @@ class SharedFsTier:
 
     # ---- control thread
 
-    def reserve(self, n: int) -> Slots | None:
-        return None if self._in_flight.closed else self._handles.table.take(n)
-
-    def release(self, slots: Slots) -> None:
-        """See SharedTier: the files stay."""
-        if not self._in_flight.closed:
-            self._handles.release(slots)
-
-    def recover(self) -> list[RecoveredRow]:
-        """Nothing: what is there is found by asking for it."""
-        return []
-
-    def adopt(self, slots: Slots, rows: Sequence[RowId]) -> None:
-        """See SharedTier. Raises IntegrityError for slots that are not reserved."""
-        self._handles.table.require_reserved(slots)
-        self._handles.publish(slots, rows)
-
     def part(self, nonce: bytes) -> None:
         """See SharedTier. Transfers under way end under the old names."""
-        key_space, layout = self._identity
-        seal = ObjectSeal(key_space, f"{layout} parted {nonce.hex()}", self.row_bytes)
-        self._files = RowFiles(self._ledger, seal, self.row_bytes, self._fs, direct=self._files.direct, probed=True)
+        self._files = RowFiles(
+            self._ledger, self._parted(nonce), self.row_bytes, self._fs, direct=self._files.direct, probed=True
+        )
 
     def close(self) -> None:
         """Stop, wait for transfers in flight, leave the ledger."""
@@ -143,8 +126,7 @@ class SharedFsTier:
             self._handles.publish(slots[good], [row for row, ok in zip(rows, good, strict=True) if ok])
             if RowStatus.FULL in statuses or self._cleaner.needed:
                 self._cleaner.wake()
-            moved = self._meter.count_faults(statuses)
-            self._meter.moved(written_bytes=moved * self.row_bytes, write_s=time.perf_counter() - begin_s)
+            self._meter.rows_written(statuses, self.row_bytes, begin_s)
             return statuses
 
     def read(self, slots: Slots, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
@@ -158,8 +140,7 @@ class SharedFsTier:
             for i, known in enumerate(self._handles.speaks_of(slots, rows)):
                 if known:
                     statuses[i] = self._files.read(rows[i], targets[i])
-            moved = self._meter.count_faults(statuses)
-            self._meter.moved(read_bytes=moved * self.row_bytes, read_s=time.perf_counter() - begin_s)
+            self._meter.rows_read(statuses, self.row_bytes, begin_s)
             return statuses
 
     def probe(self) -> TierProbe:
