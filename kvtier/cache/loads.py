@@ -287,7 +287,8 @@ class Loader:
             begin = plan.start * cache.block_tokens
             recompute_s = cache.prefill.seconds_from(np.array([begin]), request.context.prompt_tokens)[0]
             limit_s = cache.config.load_deadline_s
-            if recompute_s > 0:
+            # An estimate that the gate does not trust yet ends no load either.
+            if recompute_s > 0 and cache.prefill.knows(request.context.prompt_tokens - begin):
                 patience = 1.0 if cache.conservative else 2.0
                 limit_s = min(limit_s, max(0.1, patience * recompute_s))
             request.deadline_s = now + limit_s

@@ -39,7 +39,8 @@ def exchange(run: RunScenario, model: str, folder: Path, shared: dict[str, Any])
 def check(results: list[dict[str, Any]], tier: str) -> None:
     for mine, other in (results, results[::-1]):
         assert mine["computed_cached"] == 0
-        assert mine["found_cached"] == WHOLE, "the other's blocks were found and loaded"
+        counted = f"loaded by {mine['metrics']}, stored by {other['metrics']}"
+        assert mine["found_cached"] == WHOLE, f"the other's blocks were found and loaded: {counted}"
         assert mine["found"] == other["computed"], "and the answer is the other's"
         assert same_bytes(other["computed_bytes"], mine["found_bytes"]) >= WHOLE // 32
         assert tokens_from(mine["metrics"], tier) == WHOLE
