@@ -26,6 +26,7 @@ class Server:
     """A running server's HTTP interface."""
 
     def __init__(self, port: int) -> None:
+        self.port = port
         self._base = f"http://127.0.0.1:{port}"
         self.engine_id = f"kvtier-test-{port}-{time.time_ns()}"
         """Part of the names of the shared memory the engine makes."""
@@ -36,9 +37,11 @@ class Server:
         response: dict[str, Any] = json.loads(self._send("/v1/completions", {**body, **fields}))
         return response
 
-    def reset_device_cache(self) -> None:
-        """Drop the device's blocks; kvtier's tiers keep theirs. A route of vLLM's development mode."""
-        self._send("/reset_prefix_cache", {})
+    def reset_device_cache(self, *, and_kvtier: bool = False) -> bool:
+        """Drop the device's blocks; kvtier's tiers keep theirs unless they are to forget, too. False if some blocks
+        were in use, and stay. A route of vLLM's development mode."""
+        answer = self._send(f"/reset_prefix_cache?reset_external={str(and_kvtier).lower()}", {})
+        return bool(json.loads(answer)["success"])
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Return the samples of /metrics whose name starts with `prefix`, as `name{labels}` -> value."""
