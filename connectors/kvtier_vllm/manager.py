@@ -108,7 +108,7 @@ class KVTierManager(OffloadingManager):
 
     def announce(self, request: Request) -> None:
         """The next `on_new_request` is about this request: vLLM's context alone names no session and no tokens."""
-        if self.cache.lossy and accepts_lossy(request, self.cache.config.lossy_requests == "opt_out"):
+        if self.cache.levels.lossy and accepts_lossy(request, self.cache.config.lossy_requests == "opt_out"):
             set_apart(request)
         self._announced = request
 

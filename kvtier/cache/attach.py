@@ -1,24 +1,106 @@
 """Tiers that come and go while the engine runs.
 
-A tier taken in is probed, recovered and put where its measured cost says. One that leaves is asked for nothing more at
-once; what has begun may end, and only then is it closed: it can be opened and attached again with what it holds.
+A tier taken in is recovered and probed before anybody needs it, then put where its measured cost says. One that leaves
+is asked for nothing more at once; what has begun may end, and only then is it closed: it can be opened and attached
+again with what it holds.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
+from math import isfinite
+from typing import NamedTuple
 
 from kvtier.cache.level import Level
-from kvtier.errors import ConfigError
+from kvtier.cache.tier_health import ON_TRIAL
+from kvtier.errors import ConfigError, TierError, TierIOError
 from kvtier.index.tree import PrefixTree
-from kvtier.tiers.protocol import RecoveredRow, Tier
+from kvtier.observe.metrics import Recorder
+from kvtier.tiers.protocol import RecoveredRow, Tier, TierProbe
+
+logger = logging.getLogger(__name__)
 
 TYPICAL_BYTES = 1 << 20
 """Tiers are ordered by what reading so much costs."""
+ARRIVAL_S, ARRIVAL_ROW_S = 4.0, 10e-6
+"""How long the start of an engine waits for a tier that was opened, and for each row it may hold."""
+
+
+class Arrival(NamedTuple):
+    """A tier that was asked, outside every lock, for what it holds and what it costs. No `probe`: it does not say."""
+
+    tier: Tier
+    rows: Sequence[RecoveredRow]
+    probe: TierProbe | None
+    capacity_rows: int
+
+    @property
+    def cost(self) -> TierProbe:
+        """What the tier is taken to cost."""
+        return self.probe or ON_TRIAL
+
+    @staticmethod
+    def of(tier: Tier, probe: TierProbe | None = None) -> Arrival:
+        """Ask. Blocks on the medium. Raises TierError if nothing can be said of what the tier holds; one whose cost
+        cannot be measured is taken in on trial."""
+        rows = tier.recover()
+        try:
+            probe = probe or tier.probe()
+        except TierError:
+            probe = None
+        if probe is not None and not isfinite(probe.read_latency_s + probe.write_latency_s):
+            probe = None
+        return Arrival(tier, rows, probe, tier.stats().capacity_rows)
+
+
+def arrivals(tiers: Iterable[Tier], recorder: Recorder) -> list[Arrival]:
+    """The tiers of a start that answer. One that fails or hangs costs itself, not the engine: it is counted, left out,
+    and closed. One after the other, so that none is measured while another one is busy."""
+    found = []
+    for tier in tiers:
+        outcome = _asked(tier, ARRIVAL_S + ARRIVAL_ROW_S * tier.stats().capacity_rows)
+        if isinstance(outcome, Arrival):
+            found.append(outcome)
+        else:
+            recorder.add("kvtier_faults", 1, tier.name, outcome)
+            logger.error("kvtier starts without its %s tier: %s", tier.name, outcome)
+    return found
+
+
+def _asked(tier: Tier, limit_s: float) -> Arrival | str:
+    """The tier's arrival, or why there is none. Whoever comes too late is closed by its own thread."""
+    lock, ended, late = threading.Lock(), threading.Event(), False
+    outcome: list[Arrival | Exception] = []
+
+    def ask() -> None:
+        try:
+            outcome.append(Arrival.of(tier))
+        except OSError as error:
+            outcome.append(TierIOError(str(error)))
+        except Exception as error:  # noqa: BLE001 - thread boundary: counted, or raised again, by who asked
+            outcome.append(error)
+        failed = not isinstance(outcome[0], Arrival)
+        if failed:
+            tier.close()
+        with lock:
+            ended.set()
+        if late and not failed:
+            tier.close()
+
+    threading.Thread(target=ask, name=f"kvtier-arrive-{tier.name}", daemon=True).start()
+    ended.wait(limit_s)
+    with lock:
+        late = not ended.is_set()
+    if late:
+        return "stall"
+    if isinstance(outcome[0], TierError):
+        return outcome[0].reason
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def by_cost(levels: Iterable[Level]) -> list[Level]:
@@ -59,14 +141,12 @@ class Cleared:
         """These levels were cleared."""
         self._names = {level.name for level in levels}
 
-    def keep(self, tier: Tier, rows: Sequence[RecoveredRow]) -> Sequence[RecoveredRow]:
-        """What of a tier's recovered rows may be used: nothing from before a reset that it missed."""
-        if self._names is None or tier.name in self._names:
-            return rows
-        self._names.add(tier.name)
-        if rows:
-            tier.release(np.array([slot for slot, _ in rows], np.int32))
-        return []
+    def missed(self, name: str) -> bool:
+        """Whether a tier that comes in now holds what was to be forgotten. It is asked once."""
+        if self._names is None or name in self._names:
+            return False
+        self._names.add(name)
+        return True
 
 
 class Leaving:

@@ -148,9 +148,7 @@ class Control:
             self._cache.levels.refuse_twice(name)  # before a second one is opened on the same medium
         tier = reopen(name)
         try:
-            probe = tier.probe()
-            with self._locked():
-                return {"tier": name, "rows": self._cache.attach(tier, probe)}
+            return {"tier": name, "rows": self._cache.attach(tier)}
         except BaseException:
             tier.close()
             raise

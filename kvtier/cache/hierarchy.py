@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.attach import Cleared, Leaving, build, by_cost, pick, refuse_twice
+from kvtier.cache.attach import Arrival, Cleared, Leaving, arrivals, build, by_cost, pick, refuse_twice
 from kvtier.cache.device import DeviceView
 from kvtier.cache.geometry import Geometry
 from kvtier.cache.level import Level
-from kvtier.cache.recovery import rebuild
+from kvtier.cache.recovery import Rebuild
 from kvtier.clock import Clock
 from kvtier.codec.registry import LOSSLESS
 from kvtier.config import CacheConfig
@@ -22,7 +22,7 @@ from kvtier.model.request import Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.predict.forecast import Forecast
-from kvtier.tiers.protocol import RecoveredRow, Tier, TierProbe, is_shared
+from kvtier.tiers.protocol import Tier, TierProbe, is_shared
 
 
 class Hierarchy:
@@ -44,12 +44,12 @@ class Hierarchy:
     ) -> None:
         self._config, self._geometry, self._clock, self._recorder = config, geometry, clock, recorder
         self._tree = tree
-        recovered = [(tier, tier.recover()) for tier in lower]
+        arrived = arrivals(lower, recorder)
         self.forecast = Forecast(tree, now=clock.now(), block_tokens=geometry.block_tokens)
-        self.memory = self._level(memory, below=False)
+        self.memory = self._level(memory, memory.stats().capacity_rows, memory.probe(), below=False)
         self.memory.lossy = self._is_lossy("dram")
-        self._found = [(self._level(tier, below=True), rows) for tier, rows in recovered]
-        self.lower = by_cost(level for level, _ in self._found)
+        self._found = [self._rebuild(arrival) for arrival in arrived]
+        self.lower = by_cost(rebuild.level for rebuild in self._found)
         self.device: DeviceView | None = None
         self._leaving = Leaving(tree)
         self._cleared = Cleared()
@@ -81,17 +81,27 @@ class Hierarchy:
 
     def recover(self) -> None:
         """Publish what the tiers brought from the last process."""
-        for level, rows in self._found:
-            self._take_in(level, rows)
+        for rebuild in self._found:
+            rebuild.level.on_evict = self._evict_orphans
+            rebuild.all()
+            self.recovered(rebuild)
         self._found = []
 
-    def attach(self, tier: Tier, probe: TierProbe | None) -> tuple[Level, int]:
-        """Take in a tier; returns its level and the rows it brings. Raises ConfigError if one of its name is here."""
-        self.refuse_twice(tier.name)
-        rows = self._cleared.keep(tier, tier.recover())
-        level = self._level(tier, below=True, probe=probe)
-        self.lower = by_cost([*self.lower, level])
-        return level, self._take_in(level, rows)
+    def attach(self, arrival: Arrival) -> Rebuild:
+        """Take in a tier; returns its level with what is still to be published there. Raises ConfigError if one of its
+        name is here."""
+        self.refuse_twice(arrival.tier.name)
+        rebuild = self._rebuild(arrival)
+        rebuild.level.on_evict = self._evict_orphans
+        self.lower = by_cost([*self.lower, rebuild.level])
+        if self._cleared.missed(arrival.tier.name):
+            rebuild.level.clear()
+        return rebuild
+
+    def recovered(self, rebuild: Rebuild) -> int:
+        """Count the rows that came with a level, now that they are published; returns how many."""
+        self._recorder.add("kvtier_recovered_rows", rebuild.kept, rebuild.level.name)
+        return rebuild.kept
 
     def refuse_twice(self, name: str) -> None:
         """Raise ConfigError if a tier of this name is attached, or still on its way out."""
@@ -201,29 +211,27 @@ class Hierarchy:
         if have < segment.length:
             self.memory.evict_below(segment, have, "orphaned")
 
-    def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
-        level.on_evict = self._evict_orphans
+    def _rebuild(self, arrival: Arrival) -> Rebuild:
+        level = self._level(arrival.tier, arrival.capacity_rows, arrival.cost, below=True)
         # What memory keeps encoded is encoded below it, too.
         level.lossy = self.memory.lossy or self._is_lossy(level.name)
-        kept = rebuild(self._tree, level, rows)
-        self._recorder.add("kvtier_recovered_rows", kept, level.name)
-        return kept
+        return Rebuild(self._tree, level, arrival)
 
     def _is_lossy(self, name: str) -> bool:
         return self._config.codecs.get(name, "raw") not in LOSSLESS
 
-    def _level(self, tier: Tier, below: bool, probe: TierProbe | None = None) -> Level:
+    def _level(self, tier: Tier, capacity_rows: int, probe: TierProbe, *, below: bool) -> Level:
         make = partial(
             Level,
             tier,
             self._tree,
-            tier.stats().capacity_rows,
+            capacity_rows,
             self._geometry.groups,
             self._geometry.closed_groups,
             self.policy,
             self._clock,
             self._recorder,
-            probe or tier.probe(),
+            probe,
             # What lies in a shared tier is not this engine's alone to keep in order.
             strict=below and not is_shared(tier),
             below=below,

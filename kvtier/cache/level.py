@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvtier.cache.lease import LeaseBook
 from kvtier.cache.tier_health import TierHealth
 from kvtier.clock import Clock
+from kvtier.errors import TierError
 from kvtier.index.residency import ABSENT, Residency
 from kvtier.index.tree import PrefixTree, Segment, TreeListener
 from kvtier.observe.metrics import Recorder
@@ -96,25 +97,39 @@ class Level:
             slots = self._make_room(rows)
         return slots
 
+    def release(self, slots: Slots) -> None:
+        """Give slots back to the tier. If it fails they are lost until it is opened again, and that is counted."""
+        try:
+            self.tier.release(slots)
+        except TierError as error:
+            self.health.asked(error.reason)
+
+    def _reserve(self, rows: int) -> Slots | None:
+        try:
+            return self.tier.reserve(rows)
+        except TierError as error:
+            self.health.asked(error.reason)
+            return None
+
     def _make_room(self, rows: int) -> Slots | None:
-        slots = self.tier.reserve(rows)
+        slots = self._reserve(rows)
         if slots is not None or rows > self.residency.capacity_rows:
             return slots
         # Rows reserved by stores still under way are neither free nor evictable: ask the tier, not the index.
         free = self.residency.capacity_rows - self.tier.stats().used_rows
         free += self.spare(rows - max(0, free))
         if free >= rows:
-            return self.tier.reserve(rows)
+            return self._reserve(rows)
         for victim in self.policy.victims(rows - max(0, free), self._clock.now()):
             self.evict(victim.segment, victim.keep, "policy")
-        return self.tier.reserve(rows)
+        return self._reserve(rows)
 
     def evict(self, segment: Segment, keep: int, reason: str) -> int:
         """Drop the rows of a segment from offset `keep` on; returns how many."""
         old_extent = self.residency.extent(segment)
         slots = self.residency.drop(segment, keep)
         if len(slots):
-            self.tier.release(slots)
+            self.release(slots)
             self._recorder.add("kvtier_evictions", len(slots), self.name, reason)
             self.policy.on_evicted(segment, old_extent, self._clock.now())
             if self.on_evict is not None:
@@ -163,7 +178,7 @@ class Level:
         elif self.residency.prefix_closed:
             wanted &= there[blocks, self._closed_groups[0]]
         if not wanted.all():
-            self.tier.release(slots[~wanted])
+            self.release(slots[~wanted])
             self._recorder.add("kvtier_stores_refused", int((~wanted).sum()), self.name, "superseded")
         if wanted.any():
             before = [(segment, self.residency.extent(segment)) for segment in match.path]
@@ -184,7 +199,7 @@ class Level:
         pinned = self.residency.is_pinned(slots)
         self._quarantine.update(slots[pinned].tolist())
         if (~pinned).any():
-            self.tier.release(slots[~pinned])
+            self.release(slots[~pinned])
         now = self._clock.now()
         for segment, extent in segments:
             self.policy.on_evicted(segment, extent, now)
@@ -222,4 +237,4 @@ class Level:
             freed = [slot for slot in slots.tolist() if slot in self._quarantine]
             self._quarantine.difference_update(freed)
             if freed:
-                self.tier.release(np.array(freed, np.int32))
+                self.release(np.array(freed, np.int32))

@@ -149,10 +149,10 @@ class Loader:
         cache.note_transfer(level, transfer)
         promotion.source.release()
         if promotion.void:
-            cache.memory.tier.release(promotion.memory_slots)
+            cache.memory.release(promotion.memory_slots)
             return
         if (~ok).any():
-            cache.memory.tier.release(promotion.memory_slots[~ok])
+            cache.memory.release(promotion.memory_slots[~ok])
             self._forget_failed(promotion, transfer)
         for key in row_keys(promotion.chain, promotion.blocks, promotion.groups):
             if self._promoting.get(key) is promotion:

@@ -42,5 +42,5 @@ class Orphans:
             _, groups = self._rows.popitem(last=False)
             freed += groups.values()
         if freed:
-            self._level.tier.release(np.array(freed, np.int32))
+            self._level.release(np.array(freed, np.int32))
         return len(freed)

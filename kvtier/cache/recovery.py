@@ -6,61 +6,110 @@ rows wait for a prompt to name their place.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 
+from kvtier.cache.attach import Arrival
 from kvtier.cache.level import Level
 from kvtier.cache.orphans import Orphans
 from kvtier.index.tree import PrefixTree
-from kvtier.tiers.protocol import RecoveredRow
+
+_ROWS_A_TURN, _PAUSE_S = 256, 0.001
 
 
-def rebuild(tree: PrefixTree, level: Level, rows: Sequence[RecoveredRow]) -> int:
-    """Insert every reachable row into the tree and publish it. Returns how many rows were kept."""
-    slots: dict[bytes, dict[int, int]] = defaultdict(dict)
-    children: dict[bytes, list[bytes]] = defaultdict(list)
-    extra: list[int] = []
-    for slot, row in rows:
-        groups = slots[row.key]
-        if not groups:
-            children[row.parent].append(row.key)
-        if row.group in groups or row.group >= level.residency.groups:
-            extra.append(slot)
-        else:
-            groups[row.group] = slot
-    kept = 0
-    stack: list[tuple[bytes, list[bytes]]] = [(key, [key]) for key in children[b""]]
-    reached: set[bytes] = set()
-    while stack:
-        key, chain = stack.pop()
-        while len(following := children.get(key, [])) == 1:
-            key = following[0]
-            chain.append(key)
-        if following:
-            stack.extend((child, [*chain, child]) for child in following)
-        kept += _publish(tree, level, chain, slots, reached)
-    unplaced = {key: groups for key, groups in slots.items() if key not in reached}
-    if level.residency.prefix_closed:
-        extra += [slot for groups in unplaced.values() for slot in groups.values()]
-        unplaced = {}
-    if extra:
-        level.tier.release(np.array(extra, np.int32))
-    Orphans(level, unplaced)
-    return kept + sum(map(len, unplaced.values()))
+class Rebuild:
+    """Rows that came with a tier, on their way into the tree and their level.
 
+    Making one touches neither, so a slow machine's million rows are sorted without anybody waiting; every `step`
+    belongs to whoever owns the level. Until the last step, what was not published yet goes first when the level needs
+    room, and with everything when it is cleared.
+    """
 
-def _publish(
-    tree: PrefixTree, level: Level, chain: list[bytes], slots: dict[bytes, dict[int, int]], reached: set[bytes]
-) -> int:
-    packed = b"".join(chain)
-    tree.insert(packed)
-    published = 0
-    for group in level.group_order:
-        blocks = [i for i, key in enumerate(chain) if key not in reached and group in slots[key]]
-        if blocks:
-            found = np.array([slots[chain[i]][group] for i in blocks], np.int32)
-            published += int(level.publish(packed, group, np.array(blocks, np.intp), found).sum())
-    reached.update(chain)
-    return published
+    def __init__(self, tree: PrefixTree, level: Level, arrival: Arrival) -> None:
+        if arrival.probe is None:
+            level.health.on_trial()
+        self.level = level
+        self.kept = 0
+        self._tree = tree
+        self._slots: dict[bytes, dict[int, int]] = {}
+        self._children: dict[bytes, list[bytes]] = defaultdict(list)
+        self._extra: list[int] = []
+        for slot, row in arrival.rows:
+            groups = self._slots.get(row.key)
+            if groups is None:
+                groups = self._slots[row.key] = {}
+                self._children[row.parent].append(row.key)
+            if row.group in groups or row.group >= level.residency.groups:
+                self._extra.append(slot)
+            else:
+                groups[row.group] = slot
+        self._stack: list[tuple[bytes, list[bytes]]] = [(key, [key]) for key in self._children[b""]]
+        self._idle_spare = level.spare
+        level.spare = self._give_up
+
+    def all(self) -> None:
+        """Publish everything now; `kept` says how many rows that were."""
+        while self.step(1 << 30):
+            pass
+
+    def in_turns(self, lock: AbstractContextManager[object], attached: Callable[[Level], bool]) -> None:
+        """Publish a few rows at a time under `lock`, so that the engine waits for none of it; stops if the level is
+        detached meanwhile."""
+        while True:
+            with lock:
+                if not attached(self.level) or not self.step(_ROWS_A_TURN):
+                    return
+            time.sleep(_PAUSE_S)  # whoever waits for the lock has it now
+
+    def step(self, rows: int) -> bool:
+        """Publish about `rows` more. False when all is done."""
+        while self._stack and self._slots and rows > 0:
+            key, chain = self._stack.pop()
+            while len(following := self._children.get(key, [])) == 1:
+                key = following[0]
+                chain.append(key)
+            self._stack.extend((child, [*chain, child]) for child in following)
+            rows -= self._publish(chain)
+        if self._stack and self._slots:
+            return True
+        self._finish()
+        return False
+
+    def _publish(self, chain: list[bytes]) -> int:
+        """Publish what there is of the blocks of a path. Returns how many there were."""
+        held = {i: self._slots.pop(key) for i, key in enumerate(chain) if key in self._slots}
+        if held:
+            packed = b"".join(chain)
+            self._tree.insert(packed)
+            for group in self.level.group_order:
+                blocks = [i for i, groups in held.items() if group in groups]
+                if blocks:
+                    found = np.array([held[i][group] for i in blocks], np.int32)
+                    self.kept += int(self.level.publish(packed, group, np.array(blocks, np.intp), found).sum())
+        return len(held)
+
+    def _finish(self) -> None:
+        self.level.spare = self._idle_spare
+        unplaced, self._slots = self._slots, {}
+        if self.level.residency.prefix_closed:
+            self._extra += [slot for groups in unplaced.values() for slot in groups.values()]
+            unplaced = {}
+        if self._extra:
+            self.level.release(np.array(self._extra, np.int32))
+            self._extra = []
+        if unplaced:
+            Orphans(self.level, unplaced)
+            self.kept += sum(map(len, unplaced.values()))
+
+    def _give_up(self, rows: int) -> int:
+        """Release rows that are not published yet, those written last first. Returns how many."""
+        freed, self._extra = self._extra, []
+        while self._slots and len(freed) < rows:
+            freed += self._slots.popitem()[1].values()
+        if freed:
+            self.level.release(np.array(freed, np.int32))
+        return len(freed)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.attach import Cleared, Leaving, build, by_cost, pick, refuse_twice
+from kvtier.cache.attach import Arrival, Cleared, Leaving, arrivals, build, by_cost, pick, refuse_twice
 from kvtier.cache.copies import Buffers, Copy, carry
 from kvtier.cache.geometry import Geometry
 from kvtier.cache.ghosts import Ghosts
@@ -25,7 +25,7 @@ from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
 from kvtier.cache.mover import Mover
 from kvtier.cache.paths import Paths, Run
-from kvtier.cache.recovery import rebuild
+from kvtier.cache.recovery import Rebuild
 from kvtier.cache.storing import Storing
 from kvtier.cache.traffic import Traffic
 from kvtier.cache.visits import Question, Visits
@@ -39,7 +39,7 @@ from kvtier.observe.metrics import Labels, Recorder
 from kvtier.place.gate import LinkLoad, PrefillModel, choose_cut, recompute_by_cut
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
 from kvtier.tiers.inflight import InFlight
-from kvtier.tiers.protocol import RecoveredRow, RowStatus, Tier, TierProbe
+from kvtier.tiers.protocol import RowStatus, Tier
 
 Slots = npt.NDArray[np.int32]
 Levels = npt.NDArray[np.int8]
@@ -63,9 +63,8 @@ class StorageCache:
         self.prefill = PrefillModel()
         self._traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in tiers])
         self._paths = Paths(self.tree)
-        recovered = [tier.recover() for tier in tiers]
-        found = [(self._level(tier), rows) for tier, rows in zip(tiers, recovered, strict=True)]
-        self.levels = by_cost(level for level, _ in found)
+        found = [Rebuild(self.tree, self._level(arrival), arrival) for arrival in arrivals(tiers, self.recorder)]
+        self.levels = by_cost(rebuild.level for rebuild in found)
         self._leaving = Leaving(self.tree)
         self._cleared = Cleared()
         self._storing = Storing(self.levels, self.tree, self._paths, self.recorder, geometry)
@@ -77,8 +76,9 @@ class StorageCache:
         self._in_flight = InFlight()
         self._generation = 0
         self._closed = False
-        for level, rows in found:
-            self._take_in(level, rows)
+        for rebuild in found:
+            rebuild.all()
+            self._taken_in(rebuild)
 
     # --- the engine's calls -------------------------------------------------------------------------------------
 
@@ -156,14 +156,19 @@ class StorageCache:
         return [bool(there) for there in present]
 
     def attach(self, tier: Tier) -> int:
-        """Take in a tier opened elsewhere; returns the rows it brings. Raises ConfigError if its name is taken."""
-        rows, probe = tier.recover(), tier.probe()
+        """Take in a tier opened elsewhere; returns the rows it brings, which become visible a few at a time. Raises
+        ConfigError if its name is taken, TierError if it fails; whoever opened it closes it then."""
+        arrival = Arrival.of(tier)
         with self._lock:
             refuse_twice([*self.levels, *self._leaving.levels], tier.name)
-            level = self._level(tier, probe)
-            self.levels[:] = by_cost([*self.levels, level])
-            self._inquiry.attach(level)
-            return self._take_in(level, self._cleared.keep(tier, rows))
+            rebuild = Rebuild(self.tree, self._level(arrival), arrival)
+            self.levels[:] = by_cost([*self.levels, rebuild.level])
+            self._inquiry.attach(rebuild.level)
+            if self._cleared.missed(tier.name):
+                rebuild.level.clear()
+        rebuild.in_turns(self._lock, lambda level: level in self.levels)
+        with self._lock:
+            return self._taken_in(rebuild)
 
     def detach(self, name: str, wait_s: float = 10.0) -> bool:
         """Let go of a tier: it is asked for nothing more, what has begun may end, then it is closed with what it holds.
@@ -363,24 +368,24 @@ class StorageCache:
         with self._lock:
             self._land_late()
 
-    def _take_in(self, level: Level, rows: Sequence[RecoveredRow]) -> int:
-        """Publish what a tier brings. Rows whose head did not survive are let go: nothing leads to them before it is
-        written again, and then so are they."""
-        kept = rebuild(self.tree, level, rows) - level.spare(level.residency.capacity_rows)
+    def _taken_in(self, rebuild: Rebuild) -> int:
+        """What a tier brought has been published. Rows whose head did not survive are let go: nothing leads to them
+        before it is written again, and then so are they."""
+        level = rebuild.level
+        kept = rebuild.kept - level.spare(level.residency.capacity_rows)
         self.recorder.add("kvtier_recovered_rows", kept, level.name)
         return kept
 
     def _residencies(self) -> list[Residency]:
         return [level.residency for level in (*self.levels, *self._leaving.levels)]
 
-    def _level(self, tier: Tier, probe: TierProbe | None = None) -> Level:
+    def _level(self, arrival: Arrival) -> Level:
         def policy(view: TierView) -> EvictionPolicy:
             return make_policy(self.config.policy, view)
 
         groups, closed = self.geometry.groups, self.geometry.closed_groups
-        capacity = tier.stats().capacity_rows
+        tier, capacity, probe = arrival.tier, arrival.capacity_rows, arrival.cost
         # Not strict: the engine's own memory may hold the head of what a tier holds.
-        probe = probe or tier.probe()
         return build(
             self.tree,
             lambda: Level(tier, self.tree, capacity, groups, closed, policy, self.clock, self.recorder, probe, False),

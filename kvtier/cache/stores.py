@@ -110,7 +110,7 @@ class Storer:
         if compared:
             for row in compared:
                 cache.canary.compare(request, row, taken[row])
-            cache.memory.tier.release(np.array([taken[row] for row in compared], np.int32))
+            cache.memory.release(np.array([taken[row] for row in compared], np.int32))
             done = [row for row in done if row not in request.compared]
         cache.checks.written(np.array([taken[row] for row in done], np.int32))
         for row in done:
@@ -136,7 +136,7 @@ class Storer:
         if request.pending:
             for row in request.pending:
                 self._storing.discard((key_at(request.chain, row[0]), row[1]))
-            self._cache.memory.tier.release(np.array(list(request.pending.values()), np.int32))
+            self._cache.memory.release(np.array(list(request.pending.values()), np.int32))
             request.pending.clear()
 
     def finished(self, transfer: Transfer) -> None:
@@ -257,7 +257,7 @@ class Storer:
         if write.generation != self._generation:
             ok[:] = False
         if (~ok).any():
-            write.level.tier.release(transfer.slots[~ok])
+            write.level.release(transfer.slots[~ok])
         for group in self._cache.group_order:
             mine = ok & (write.groups == group)
             if mine.any():

@@ -124,7 +124,7 @@ class Storing:
         self._ended(copy)
         ok = copy.ok & (copy.generation == generation)
         if (~ok).any():
-            copy.level.tier.release(copy.slots[~ok])
+            copy.level.release(copy.slots[~ok])
         blocks = copy.at - copy.run.start + copy.run.depth
         # The engine has the blocks before these in its own memory, so they can be reached even if this tier lost them.
         elsewhere = np.ones(copy.run.depth, np.bool_)
@@ -135,7 +135,7 @@ class Storing:
     def landed_for_nobody(self, copy: Copy) -> None:
         """A copy that was given up has ended: its slots are free again."""
         self._ended(copy)
-        copy.level.tier.release(copy.slots)
+        copy.level.release(copy.slots)
 
     def _ended(self, copy: Copy) -> None:
         self._writing[copy.level].difference_update((row.key, row.group) for row in copy.rows)

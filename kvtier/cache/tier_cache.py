@@ -3,7 +3,7 @@
 The life of a request: `open` → `lookup` (repeated while promotions are under way) → `take_load` … `end_load` →
 `offer_store` … `commit_store` → `close_request`. A connector calls `poll` every engine step.
 
-Every method is called by whoever holds `lock`: the engine's thread, or another while the engine sleeps.
+Every method but `attach` is called by whoever holds `lock`: the engine's thread, or another while the engine sleeps.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.accounting import Accounting
+from kvtier.cache.attach import Arrival
 from kvtier.cache.canary import Canary
 from kvtier.cache.checks import Check, MemoryChecks
 from kvtier.cache.device import DeviceView
@@ -44,7 +45,7 @@ from kvtier.model.request import Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
 from kvtier.place.gate import LoadCurve, PrefillModel
 from kvtier.place.hints import HintLimits
-from kvtier.tiers.protocol import Tier, TierProbe
+from kvtier.tiers.protocol import Tier
 
 Slots = npt.NDArray[np.int32]
 
@@ -289,11 +290,6 @@ class TierCache:
         return self.watch.conservative
 
     @property
-    def lossy(self) -> bool:
-        """Whether a tier keeps rows that do not come back bit for bit."""
-        return self.levels.lossy
-
-    @property
     def busy(self) -> bool:
         """Whether polling again soon is worth it: rows are moving."""
         return self.mover.busy or self.seeker.busy
@@ -341,19 +337,23 @@ class TierCache:
             self.loader.release_hold(request)
         self.levels.close()
 
-    def attach(self, tier: Tier, probe: TierProbe | None = None) -> int:
-        """Take in a tier opened elsewhere; returns the rows it brings. `probe`, measured by the caller, spares this
-        thread 0.2 s. Raises ConfigError if a tier of its name is here."""
-        level, kept = self.levels.attach(tier, probe)
-        self.seeker.attach(level)
-        self.epoch += 1
-        return kept
+    def attach(self, tier: Tier) -> int:
+        """Take in a tier opened elsewhere; returns the rows it brings. From any thread, not under `lock`: the engine
+        waits neither for the medium nor for the index. Raises ConfigError if its name is taken, TierError if it fails.
+        """
+        arrival = Arrival.of(tier)
+        with self.lock:
+            rebuild = self.levels.attach(arrival)
+            self.seeker.attach(rebuild.level)
+        rebuild.in_turns(self.lock, lambda level: level in self.lower)
+        with self.lock:
+            self.epoch += 1
+            return self.levels.recovered(rebuild)
 
     def detach(self, name: str, wait_s: float = 10.0) -> bool:
         """Let go of a tier: it is asked for nothing more, what has begun may end, then it is closed with what it holds.
         False if that takes longer than `wait_s`: `poll` goes on with it. Raises ConfigError for a name unknown."""
-        level = self.levels.detach(name)
-        self.seeker.detach(level)
+        self.seeker.detach(self.levels.detach(name))
         self.mover.detach(name, 0.0)
         self.epoch += 1
         return self.levels.wait_for(name, self.poll, wait_s)

@@ -19,6 +19,8 @@ from kvtier.tiers.protocol import RowId, RowStatus, TierProbe
 
 _GAUGE = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _UNPROBED = TierProbe(0.0, 1e9, 0.0, 1e9)
+ON_TRIAL = TierProbe(0.01, 1e8, 0.01, 1e8)
+"""What a tier is taken to cost that could not be measured, until it has been used."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
 _MOST_ROWS = 10_000
 
@@ -75,6 +77,13 @@ class TierHealth:
         self._name = name
         self._recorder = recorder
         self._leave = False
+        self._measured = True
+
+    def on_trial(self) -> None:
+        """Its cost could not be measured: it is left alone for a moment, then tried with care, and learned from use."""
+        self._measured = False
+        self._recorder.add("kvtier_faults", 1, self._name, "probe_failed")
+        self.breaker.trip("probe_failed")
 
     def usable(self) -> bool:
         """Whether the breaker lets a transfer through now. A breaker on trial lets one through and waits for its
@@ -149,5 +158,7 @@ class TierHealth:
                 self.failed_rows.failed(row.key, row.group)
 
     def _crawls(self, n_bytes: int, seconds: float, read: bool) -> bool:
+        if not self._measured:
+            return False
         expected_s = (self.read if read else self.write).probed_s(n_bytes)
         return seconds > max(self.limits.slow_floor_s, self.limits.slow_factor * expected_s)

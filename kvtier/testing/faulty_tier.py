@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvtier.errors import TierIOError
+from kvtier.errors import TierError, TierFullError, TierIOError
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, Tier, TierProbe, TierStats, is_shared
@@ -29,11 +29,17 @@ class FaultKind(Enum):
 
 
 class Fault(NamedTuple):
-    """One fault: in the `call`-th write or read (counted from 0), at `row` of it (every row if None).
+    """One fault: in the `call`-th call of the verb `op` (counted from 0), at `row` of it (every row if None).
 
-    EIO and SHORT become IO_ERROR, ENOSPC becomes FULL (IO_ERROR for reads); nothing of the row is moved, or half of it.
-    FLIP changes bit `bit` of the payload: a write publishes a row that no longer matches its checksum, a read notices.
-    Both show as CORRUPT when read. DELAY sleeps `delay_s` before the call (a stall is a long delay). CLOSED closes.
+    Write and read: EIO and SHORT become IO_ERROR, ENOSPC becomes FULL (IO_ERROR for reads); nothing of the row is
+    moved, or half of it. FLIP changes bit `bit` of the payload: a write publishes a row that no longer matches its
+    checksum, a read notices. Both show as CORRUPT when read.
+
+    The other verbs: EIO raises TierIOError, ENOSPC TierFullError (a `reserve` answers None instead). SHORT: a `recover`
+    finds the first half of its rows only, the others fail. FLIP: a `recover` names a bit of its first key wrongly, a
+    `probe` is wrong by a factor of 2 to the power of `bit` modulo 32; the others have nothing to flip.
+
+    DELAY sleeps `delay_s` before the call (a stall is a long delay). CLOSED closes.
     """
 
     op: str
@@ -44,11 +50,15 @@ class Fault(NamedTuple):
     delay_s: float = 0.0
 
 
+VERBS = ("reserve", "write", "read", "release", "recover", "probe", "exists")
+"""What a fault can befall."""
+
+
 class FaultPlan(Protocol):
     """Says what goes wrong in a call."""
 
     def faults(self, op: str, call: int, n_rows: int) -> Iterable[Fault]:
-        """The faults of the `call`-th `op` ("write" or "read"), which moves `n_rows`."""
+        """The faults of the `call`-th `op` (the name of a verb), which is about `n_rows`."""
         ...
 
 
@@ -63,7 +73,8 @@ class Script:
 
 
 class Seeded:
-    """A plan drawn from a seed: each row of each call fails with probability `share`, in one of `kinds`."""
+    """A plan drawn from a seed: each row of each write, read and question fails with probability `share`, in one of
+    `kinds`."""
 
     def __init__(self, seed: int, share: float, kinds: Sequence[FaultKind] = tuple(FaultKind), delay_s: float = 0.0):
         self._seed = seed
@@ -72,6 +83,8 @@ class Seeded:
         self._delay_s = delay_s
 
     def faults(self, op: str, call: int, n_rows: int) -> list[Fault]:
+        if op not in ("write", "read", "exists"):
+            return []
         draw = random.Random(f"{self._seed}/{op}/{call}")
         return [
             Fault(op, call, draw.choice(self._kinds), row, draw.getrandbits(16), self._delay_s)
@@ -102,26 +115,40 @@ class FaultyTier:
         self._slowdown = slowdown
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._calls = {"write": 0, "read": 0, "exists": 0}
+        self._calls = dict.fromkeys(VERBS, 0)
         self._rotten: set[int] = set()
         self._meter = Meter()
 
     def reserve(self, n: int) -> Slots | None:
+        fault = self._fails("reserve", n)
+        if fault is not None and fault.kind is FaultKind.ENOSPC:
+            return None
+        _raise(fault)
         return self.inner.reserve(n)
 
     def release(self, slots: Slots) -> None:
+        _raise(self._fails("release", len(slots)))
         self.inner.release(slots)
         self._rotten.difference_update(slots.tolist())
 
     def recover(self) -> list[RecoveredRow]:
-        return self.inner.recover()
+        fault = self._fails("recover", 1)
+        if fault is None or fault.kind not in (FaultKind.SHORT, FaultKind.FLIP):
+            _raise(fault)
+            return self.inner.recover()
+        found = self.inner.recover()
+        if fault.kind is FaultKind.SHORT:
+            return found[: len(found) // 2]
+        if found:
+            key = bytearray(found[0].row.key)
+            key[fault.bit // 8 % len(key)] ^= 1 << fault.bit % 8
+            found[0] = found[0]._replace(row=found[0].row._replace(key=bytes(key)))
+        return found
 
     def exists(self, rows: Sequence[RowId]) -> list[bool]:
         """See SharedTier.exists; a script's op "exists" makes it fail as a whole, or late."""
         assert is_shared(self.inner)
-        failing = self._begin("exists", len(rows))
-        if failing:
-            raise TierIOError("the shared medium does not answer")
+        _raise(self._fails("exists", len(rows)))
         return self.inner.exists(rows)
 
     def adopt(self, slots: Slots, rows: Sequence[RowId]) -> None:
@@ -135,8 +162,12 @@ class FaultyTier:
         self.inner.part(nonce)
 
     def probe(self) -> TierProbe:
+        fault, slow = self._fails("probe", 1), self._slowdown
+        if fault is not None and fault.kind is FaultKind.FLIP:
+            slow *= 2.0 ** (fault.bit % 32)
+        else:
+            _raise(fault)
         probe = self.inner.probe()
-        slow = self._slowdown
         return TierProbe(
             probe.read_latency_s * slow,
             probe.read_bytes_per_s / slow,
@@ -194,6 +225,10 @@ class FaultyTier:
         faults = {reason: inner.faults.get(reason, 0) + own.get(reason, 0) for reason in {**inner.faults, **own}}
         return msgspec.structs.replace(inner, faults=faults)
 
+    def _fails(self, op: str, n_rows: int) -> Fault | None:
+        """What befalls a call as a whole."""
+        return next(iter(self._begin(op, n_rows).values()), None)
+
     def _begin(self, op: str, n_rows: int) -> dict[int, Fault]:
         """Take the next call's faults: sleep or close at once, return what befalls single rows."""
         with self._lock:
@@ -218,3 +253,10 @@ class FaultyTier:
         if self._slowdown > 1.0:
             self._sleep((self._slowdown - 1.0) * (time.perf_counter() - begin_s))
         return statuses
+
+
+def _raise(fault: Fault | None) -> None:
+    """Fail as a whole, if there is a fault."""
+    if fault is not None:
+        error: type[TierError] = TierFullError if fault.kind is FaultKind.ENOSPC else TierIOError
+        raise error(f"{fault.op} fails as told ({fault.kind.value})")

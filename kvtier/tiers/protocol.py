@@ -109,8 +109,8 @@ class Tier(Protocol):
         ...
 
     def release(self, slots: Slots) -> None:
-        """Unpublish and free slots; durable before any of them can be reserved again. Never blocks on data I/O.
-        Raises IntegrityError if a slot is free already."""
+        """Unpublish and free slots; durable before any of them is written again. Never blocks, never does I/O. Raises
+        IntegrityError if a slot is free already."""
         ...
 
     def recover(self) -> list[RecoveredRow]:

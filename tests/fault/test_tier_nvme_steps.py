@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError, TierIOError
-from kvtier.testing.rows import chain_rows, payload_of, read_back
+from kvtier.testing.rows import chain_rows, payload_of, read_back, store_rows
 from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.io import Syscalls
 from kvtier.tiers.protocol import RowId, RowStatus
 from tests.fault.syscalls import EIO, ENOSPC, LosingSyscalls, PowerCut, StepSyscalls, os_error
 
@@ -38,7 +41,16 @@ class Ledger:
 
 
 def open_tier(folder: Path, syscalls: StepSyscalls, cap: int = CAP) -> NvmeTier:
-    return NvmeTier(str(folder), b"\5" * 32, "layout", ROW_BYTES, cap, max_io_bytes=40_000, syscalls=syscalls)
+    return NvmeTier(
+        str(folder),
+        b"\5" * 32,
+        "layout",
+        ROW_BYTES,
+        cap,
+        max_io_bytes=40_000,
+        syscalls=syscalls,
+        frees_in_background=False,
+    )
 
 
 def write(tier: NvmeTier, ledger: Ledger, rows: list[RowId]) -> None:
@@ -295,4 +307,64 @@ def test_a_smaller_cap_holds_before_anything_is_written(tmp_path: Path, share: f
     tier = open_tier(tmp_path, syscalls, smaller)
     assert syscalls.cap_bytes == smaller
     assert 0 < len(tier.recover()) < len(ledger.held)
+    tier.close()
+
+
+class Stalling(Syscalls):
+    """A disk whose writes wait for a gate, once it is shut."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waiting = threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not self.gate.is_set():
+            self.waiting.set()
+            assert self.gate.wait(60)
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_a_release_and_a_reserve_wait_for_no_disk(tmp_path: Path) -> None:
+    """They come from the engine's thread: the journal is written by another, and before the slot is written again."""
+    disk, rows = Stalling(), chain_rows(7)
+    tier = NvmeTier(str(tmp_path), b"\5" * 32, "layout", ROW_BYTES, CAP, syscalls=disk)
+    slots = store_rows(tier, rows)
+    disk.gate.clear()
+    tier.release(slots)  # would not come back before the gate opens
+    assert disk.waiting.wait(20)
+    more = tier.reserve(tier.stats().capacity_rows)
+    assert more is not None, "what was released is free at once"
+    assert tier.read(slots, rows, [memoryview(bytearray(ROW_BYTES)) for _ in rows]) == [RowStatus.FOREIGN] * 7
+    new = chain_rows(len(more), "new")
+    with ThreadPoolExecutor(1) as mover:
+        writing = mover.submit(tier.write, more, new, [payload_of(row, ROW_BYTES) for row in new])
+        assert not writing.done()
+        disk.gate.set()
+        assert writing.result(20) == [RowStatus.OK] * len(more)
+    assert read_back(tier, more, new) == [RowStatus.OK] * len(more)
+    tier.check_integrity()
+    tier.close()
+    again, found = recovered(tmp_path)
+    assert set(found.values()) == set(new)
+    again.close()
+
+
+def test_nothing_is_written_to_a_slot_that_the_journal_still_calls_published(tmp_path: Path) -> None:
+    syscalls = StepSyscalls(tmp_path, CAP)
+    tier = open_tier(tmp_path, syscalls)
+    ledger = Ledger()
+    write(tier, ledger, chain_rows(tier.stats().capacity_rows))
+    syscalls.at = lambda step, name: os_error(EIO) if name == "pwritev" else None
+    tier.release(np.array(list(ledger.held)[:3], np.int32))
+    slots = tier.reserve(3)
+    assert slots is not None
+    rows = chain_rows(3, "after")
+    names = len(syscalls.names)
+    assert tier.write(slots, rows, [payload_of(row, ROW_BYTES) for row in rows]) == [RowStatus.IO_ERROR] * 3
+    assert syscalls.names[names:] == ["pwritev"], "the journal was tried, and no row was touched"
+    assert tier.stats().faults == {"release_not_journaled": 2, "io_error": 3}
+    syscalls.at = lambda step, name: None
+    assert tier.write(slots, rows, [payload_of(row, ROW_BYTES) for row in rows]) == [RowStatus.OK] * 3
+    tier.check_integrity()
     tier.close()

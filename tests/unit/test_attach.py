@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvtier.cache import recovery
 from kvtier.cache.geometry import Geometry
 from kvtier.cache.storage_cache import StorageCache
 from kvtier.cache.tier_cache import TierCache
@@ -20,7 +21,7 @@ from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.shared_memory_tier import SharedMemoryTier
 from kvtier.tiers.dram import DramTier
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.protocol import RowId, RowStatus, Slots, Tier, TierProbe
+from kvtier.tiers.protocol import RecoveredRow, RowId, RowStatus, Slots, Tier, TierProbe
 
 ROW, SPACE = 4096, b"s" * 32
 CONFIG = CacheConfig(dram_bytes=1, policy="lru", io_threads=2)
@@ -222,3 +223,102 @@ def test_the_storage_cache_takes_tiers_out_and_in(tmp_path: Path) -> None:
     assert cache.find(keys) == 0
     cache.check_integrity()
     cache.close()
+
+
+class Brings(MemoryTier):
+    """A tier that was found with rows in it: `prompts` prompts of `blocks` blocks."""
+
+    def __init__(self, prompts: int, blocks: int, free: int = 0) -> None:
+        super().__init__(ROW, prompts * blocks + free, name="brings")
+        chains = [token_chain(range(1000 * p, 1000 * p + blocks)) for p in range(prompts)]
+        rows = [
+            RowId(chain[32 * i : 32 * i + 32], chain[32 * i - 32 : 32 * i] if i else b"", 0)
+            for chain in chains
+            for i in range(blocks)
+        ]
+        slots = self.reserve(len(rows))
+        assert slots is not None
+        contents = [memoryview(bytearray(content_of(row.key, 0, ROW))) for row in rows]
+        assert self.write(slots, rows, contents) == [RowStatus.OK] * len(rows)
+        self.found = [RecoveredRow(slot, row) for slot, row in zip(slots.tolist(), rows, strict=True)]
+
+    def recover(self) -> list[RecoveredRow]:
+        return self.found
+
+
+def in_turns(engine: FakeEngine, tier: Tier, between: Callable[[int], None]) -> int:
+    """Attach a tier and do something each time the cache's lock is let go; returns the rows it brought."""
+    lock, turns = engine.cache.lock, 0
+
+    class Turns:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            nonlocal turns
+            lock.release()
+            between(turns)
+            turns += 1
+
+    engine.cache.lock = Turns()  # type: ignore[assignment]
+    try:
+        return engine.cache.attach(tier)
+    finally:
+        engine.cache.lock = lock
+
+
+def test_a_large_tier_is_taken_in_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_ROWS_A_TURN", 16)
+    engine, visible = engine_over(), list[int]()
+
+    def serve(turn: int) -> None:
+        visible.append(engine.cache.lower[0].residency.resident_rows if engine.cache.lower else 0)
+        assert engine.serve([7, 8, turn]) in (0, 2), "the engine goes on"
+
+    assert in_turns(engine, Brings(20, 8, free=100), serve) == 160
+    grown = np.diff(visible)
+    assert len(visible) >= 10
+    assert (grown <= 16 + 8 + 3).all(), "a turn is short"
+    forget_memory(engine)
+    assert engine.serve(range(3000, 3008)) == 8
+    engine.cache.check_integrity()
+    engine.cache.close()
+
+
+def test_a_reset_in_the_middle_reaches_what_is_not_visible_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_ROWS_A_TURN", 16)
+    engine, tier = engine_over(), Brings(20, 8)
+    brought = in_turns(engine, tier, lambda turn: engine.cache.reset() if turn == 3 else None)
+    assert brought == 48
+    assert engine.cache.lower[0].residency.resident_rows == tier.stats().used_rows == 0
+    assert engine.serve(range(8)) == 0
+    engine.cache.close()
+
+
+def test_a_tier_may_leave_while_it_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_ROWS_A_TURN", 16)
+    engine, tier = engine_over(), Brings(20, 8)
+    in_turns(engine, tier, lambda turn: engine.cache.detach("brings") and None if turn == 3 else None)
+    assert engine.cache.lower == []
+    assert tier.stats().used_rows == 160, "what it holds is still there"
+    assert engine.serve(range(8)) == 0
+    engine.cache.check_integrity()
+    engine.cache.close()
+
+
+def test_a_store_takes_the_room_of_what_is_not_visible_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_ROWS_A_TURN", 16)
+    engine, tier = engine_over(), Brings(20, 8)
+
+    def store(turn: int) -> None:
+        if turn == 3:
+            engine.serve(range(500, 512))
+            engine.settle()
+
+    assert in_turns(engine, tier, store) == 148
+    level = engine.cache.lower[0]
+    assert level.residency.resident_rows == tier.stats().used_rows == 160
+    forget_memory(engine)
+    assert engine.serve(range(500, 512)) == 12
+    engine.cache.check_integrity()
+    engine.cache.close()

@@ -187,7 +187,7 @@ def test_encoded_memory_serves_only_those_who_accept_it() -> None:
     config = CacheConfig(dram_bytes=1, gate=False, policy="lru", io_threads=2, codecs={"dram": "int8"})
     memory = DramTier.over(np.zeros(4 * 64, np.uint8), 64, 4, 64, checksums=False)
     cache = TierCache(config, Geometry(16), memory, memory.row, [], VirtualClock())
-    assert cache.lossy, "requests are told apart"
+    assert cache.levels.lossy, "requests are told apart"
     chain = KeySpace(weights="w", kv_dtype="bfloat16", block_tokens=16, layout="l").chain_keys(list(range(64)))
     for accepts in (False, True):
         request = cache.open(RequestContext(request_id="r", arrival_s=0.0, prompt_tokens=64, lossy=accepts), chain)
@@ -205,7 +205,7 @@ def test_a_lossy_tier_serves_only_those_who_accept_it(codec: str, lossy: bool, r
     memory = DramTier.over(np.zeros(4 * 64, np.uint8), 64, 4, 64, checksums=False)
     lower = MemoryTier(64, 16, name="nvme")
     cache = TierCache(config, Geometry(16), memory, memory.row, [lower], VirtualClock())
-    assert cache.lossy is (codec == "int8")
+    assert cache.levels.lossy is (codec == "int8")
     space = KeySpace(weights="w", kv_dtype="bfloat16", block_tokens=16, layout="l")
     chain = space.chain_keys(list(range(64)))
 

@@ -1,8 +1,9 @@
 """The nvme tier: one preallocated slab file and its journal per key space, direct I/O, every row verified.
 
-A write goes data first, journal second: a row exists once its publish record is appended. A release appends its free
-record before the slot can be reserved again. Nothing is synced in between: a killed process loses nothing, and after a
-power cut the row header and the checksum, compared at every read, turn what was lost into misses. `close` syncs.
+A write goes data first, journal second: a row exists once its publish record is appended. The free record of a release
+is appended before the slot is written again (`Frees`). Nothing is synced in between: a killed process loses nothing,
+and after a power cut the row header and the checksum, compared at every read, turn what was lost into misses. `close`
+syncs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.meter import Meter
 from kvtier.tiers.nvme.batch import open_batch_io
 from kvtier.tiers.nvme.format import Entry, Geometry
+from kvtier.tiers.nvme.frees import Frees
 from kvtier.tiers.nvme.io import BLOCK, Syscalls
 from kvtier.tiers.nvme.recovery import parents_first
 from kvtier.tiers.nvme.slab import Slab
@@ -56,8 +58,9 @@ class NvmeTier:
         backend: str = "threads",
         daily_write_bytes: int = 0,
         syscalls: Syscalls | None = None,
+        frees_in_background: bool = True,
     ) -> None:
-        """Open or create the slab. `backend` is one of `BACKENDS` (`kvtier.tiers.nvme.batch`).
+        """Open or create the slab. `backend` is one of `kvtier.tiers.nvme.batch.BACKENDS`; see `Frees` for the last.
 
         Raises ConfigError (path, cap, in use) or TierIOError."""
         self.name = name
@@ -92,7 +95,7 @@ class NvmeTier:
         self._slots.add(np.flatnonzero(self._journal.generation > 0).astype(np.int32), published=True)
         self._slots.add(np.flatnonzero(self._journal.generation == 0).astype(np.int32))
         self._next_generation = int(self._journal.generation.max()) + 1
-        self._unjournaled = np.empty(0, dtype=np.int32)
+        self._frees = Frees(self._journal, plan.n_slots, self._meter.fault, in_background=frees_in_background)
         self._in_flight = InFlight()
         self._generation_lock = threading.Lock()
         self._probe_lock = threading.Lock()
@@ -108,14 +111,13 @@ class NvmeTier:
         return None if self._in_flight.closed else self._slots.take(n)
 
     def release(self, slots: Slots) -> None:
-        """See the protocol. If the journal cannot be written, the slots stay unusable until a later release can."""
+        """See the protocol. No I/O: while the journal cannot be written, neither can what is written to these slots."""
         if self._in_flight.closed:
             return
-        is_published = self._slots.published(slots)
-        published = slots[is_published]
+        published = slots[self._slots.published(slots)]
         self._slots.retire(slots)
-        self._slots.reuse(slots[~is_published])
-        self._journal_release(published)
+        self._frees.add(published)
+        self._slots.reuse(slots)
 
     def recover(self) -> list[RecoveredRow]:
         records, self._recovered = self._recovered, self._recovered[:0]
@@ -125,8 +127,7 @@ class NvmeTier:
         """Stop, wait for transfers in flight, sync, unlock."""
         if self._in_flight.closed:
             return
-        if self._in_flight.close(_CLOSE_WAIT_S):
-            self._journal_release(self._unjournaled[:0])
+        if self._in_flight.close(_CLOSE_WAIT_S) and self._frees.close():
             self._io.close()
             self._budget.save()
             self._slab.close()
@@ -146,7 +147,11 @@ class NvmeTier:
             begin_s = time.perf_counter()
             n = self._budget.grant(len(rows), self._slot_bytes)
             batch = Batch(slots[:n], rows[:n], sources[:n], self._take_generations(n))
-            statuses = self._publish(batch, self._transfer.write(batch))
+            unsettled = self._frees.settle(batch.slots)
+            if unsettled is None:
+                statuses = self._publish(batch, self._transfer.write(batch))
+            else:
+                statuses = [status_of(unsettled)] * n
             self._meter.rows_written(statuses, self.row_bytes, begin_s)
             self._meter.fault("write_budget", len(rows) - n)
             return statuses + [RowStatus.FULL] * (len(rows) - n)
@@ -200,24 +205,11 @@ class NvmeTier:
         self._slots.check_integrity()
         every = np.arange(self._slots.capacity, dtype=np.int32)
         journaled = self._journal.generation > 0
-        journaled[self._unjournaled] = False
+        journaled[self._frees.owed] = False
         if not np.array_equal(self._slots.published(every), journaled):
             raise IntegrityError("published slots and the journal's last words differ")
 
     # ---- inside
-
-    def _journal_release(self, published: Slots) -> None:
-        """Append that these slots, and those a former failure left over, hold nothing; then they can be reused."""
-        pending = np.concatenate([self._unjournaled, published])
-        self._unjournaled = pending
-        if len(pending):
-            try:
-                self._journal.free(pending)
-            except OSError:
-                self._meter.fault("release_not_journaled", len(published))
-                return
-            self._unjournaled = pending[:0]
-            self._slots.reuse(pending)
 
     def _take_generations(self, n: int) -> range:
         with self._generation_lock:
