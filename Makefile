@@ -32,10 +32,10 @@ check: env ## Lint, formatting, types and the direction of imports
 	@$(STEP) "mypy" $(RUN) -m mypy
 	@$(STEP) "import-linter" $(VENV)/bin/lint-imports --no-logo
 
-test: check ## Check and run the whole test suite (ARGS="-k nvme" narrows it; after `make env-sglang` SGLang's too)
+test: check $(if $(SGLANG),env-sglang) ## Check and run the whole test suite (ARGS="-k nvme" narrows it, SGLANG= leaves SGLang out)
 	@$(STEP) "tests" $(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=15 $(ARGS)
 
-test-sglang: env env-sglang ## SGLang's tests in full: every pool and layout with real servers (minutes each)
+test-sglang: env env-sglang ## SGLang's tests in full: real servers for every pool and layout, and both engines' contract
 	@$(STEP) "SGLang's tests" env KVTIER_SGLANG_FULL=1 $(RUN) -m pytest --durations=15 tests/sglang tests/contract/engine $(ARGS)
 
 demo: env ## Serve a real model through kvtier and measure (ARGS=--json for one JSON object)

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.nvme_damage import flip_a_bit, flip_bit_at
 from tests.sglang.conftest import kvtier_storage
 from tests.sglang.server import SGLangServer
 
 BACKENDS = ("file", "kvtier")
+
+
+@contextmanager
+def attached(server: SGLangServer, storage: Mapping[str, Any], backend: str = "dynamic") -> Iterator[None]:
+    """A storage level with this extra configuration, as long as the `with` lasts."""
+    body = {
+        "hicache_storage_backend": backend,
+        "hicache_storage_backend_extra_config_json": json.dumps({"prefetch_threshold": 16, **storage}),
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_write_policy": "write_through",
+    }
+    server.when_idle(lambda: server.request("PUT", "/hicache/storage-backend", body))
+    try:
+        yield
+    finally:
+        server.when_idle(lambda: server.request("DELETE", "/hicache/storage-backend"))
 
 
 class Backend:
@@ -20,18 +39,15 @@ class Backend:
         folder.mkdir(exist_ok=True)
 
     def __enter__(self) -> Backend:
-        config = {"file_storage_path": str(self.folder)} if self.name == "file" else kvtier_storage(self.folder)
-        body = {
-            "hicache_storage_backend": "file" if self.name == "file" else "dynamic",
-            "hicache_storage_backend_extra_config_json": json.dumps({**config, "prefetch_threshold": 16}),
-            "hicache_storage_prefetch_policy": "wait_complete",
-            "hicache_write_policy": "write_through",
-        }
-        self.server.when_idle(lambda: self.server.request("PUT", "/hicache/storage-backend", body))
+        if self.name == "file":
+            self._attached = attached(self.server, {"file_storage_path": str(self.folder)}, "file")
+        else:
+            self._attached = attached(self.server, kvtier_storage(self.folder))
+        self._attached.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.server.when_idle(lambda: self.server.request("DELETE", "/hicache/storage-backend"))
+    def __exit__(self, *error: Any) -> None:
+        self._attached.__exit__(*error)
 
     def wait_written(self, pages: int) -> int:
         """Bytes of pages written, once at least so many pages are there."""

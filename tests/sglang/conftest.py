@@ -14,6 +14,8 @@ from tests.e2e import models
 from tests.sglang.server import ENVIRONMENT, REPOSITORY, SGLangServer, sglang_python
 
 HERE = Path(__file__).parent
+EVERYTHING = "KVTIER_SGLANG_FULL" in os.environ
+in_the_full_run = pytest.mark.skipif(not EVERYTHING, reason="only in the full run: make test-sglang")
 StartServer = Callable[..., SGLangServer]
 # What SGLang reads from a DeepSeek configuration and transformers no longer writes.
 MLA_OPTIONS = ("--json-model-override-args", '{"moe_layer_freq": 1}')

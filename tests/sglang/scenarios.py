@@ -6,164 +6,22 @@ start. The bytes are made up; what is compared is that they come back to the dev
 
 from __future__ import annotations
 
+import fcntl
 import itertools
-import json
+import socket
 import time
-from array import array
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PAGE_TOKENS, PAGES = 16, 10
-TOKENS = PAGE_TOKENS * PAGES
+from tests.sglang.stack import DEVICE_TOKENS, PAGE_TOKENS, TOKENS, Stack, become_a_rank
+
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 POOLS = ("mha", "mla")
-_DEVICE_TOKENS = 1_024
-_WAIT_S = 60.0
-
-
-class Stack:
-    """Device pool, allocator, radix tree, host pool and storage level as one rank of SGLang has them."""
-
-    def __init__(self, pool: str, layout: str, folder: str) -> None:
-        import torch
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-        from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-        from sglang.srt.runtime_context import get_context
-
-        settings = {
-            "device": "cpu",
-            "page_size": PAGE_TOKENS,
-            "enable_hierarchical_cache": True,
-            "hicache_ratio": 2.0,
-            "hicache_io_backend": "kernel" if layout == "page_first" else "direct",
-            "hicache_mem_layout": layout,
-            "hicache_write_policy": "write_through",
-            "hicache_storage_backend": "dynamic",
-            "hicache_storage_prefetch_policy": "wait_complete",
-            "hicache_storage_backend_extra_config": json.dumps(_storage(folder)),
-        }
-        self._settings = get_context().override_server_args(**settings)
-        server = self._settings.install()
-        self.pool = _device_pool(pool)
-        self.allocator = PagedTokenToKVPoolAllocator(
-            _DEVICE_TOKENS, PAGE_TOKENS, torch.float32, "cpu", self.pool, need_sort=False
-        )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=ReqToTokenPool(8, 512, "cpu", enable_memory_saver=False),
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE_TOKENS,
-            tp_cache_group=torch.distributed.group.WORLD,
-            enable_kv_cache_events=False,
-            tree_components=(ComponentType.FULL,),
-        )
-        self.tree = UnifiedRadixCache(params)
-        self.tree.init_hicache(server, params)
-        backend = self.tree.cache_controller.storage_backend
-        self.storage = getattr(backend, "_backend", backend)  # behind SGLang's failure injector, if that is on
-
-    def buffers(self) -> list[Any]:
-        """The device's memory, layer by layer."""
-        named = [getattr(self.pool, name, None) for name in ("k_buffer", "v_buffer", "kv_buffer")]
-        return [layer for buffers in named if buffers is not None for layer in buffers]
-
-    def bytes_at(self, indices: Any) -> list[bytes]:
-        """What lies at these token slots, layer by layer."""
-        return [layer[indices].numpy().tobytes() for layer in self.buffers()]
-
-    def wipe(self) -> None:
-        """So that nothing left over can pass for loaded."""
-        for layer in self.buffers():
-            layer.fill_(-1)
-
-    def match(self, tokens: list[int]) -> Any:
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-
-    def compute(self, tokens: list[int]) -> list[bytes]:
-        """As after a prefill: fill the device with bytes of their own, insert, wait until every level has them."""
-        import torch
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        indices = self.allocator.alloc(len(tokens))
-        for layer in self.buffers():
-            layer[indices] = torch.randn(len(tokens), *layer.shape[1:], dtype=layer.dtype)
-        written = self.bytes_at(indices)
-        self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=indices))
-        rows = self.storage.cache.geometry.groups * len(tokens) // PAGE_TOKENS
-        self._until(lambda: self.rows() >= rows and not self.tree.ongoing_backup)
-        return written
-
-    def rows(self) -> int:
-        """Rows in kvtier's tiers."""
-        return sum(int(level.residency.resident_rows) for level in self.storage.cache.levels)
-
-    def evict(self) -> None:
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        self.tree.evict(EvictParams(num_tokens=TOKENS))
-
-    def flush(self) -> None:
-        """As POST /flush_cache: device and host forget, the storage level stays."""
-        self.tree.reset()
-        self.allocator.clear()
-
-    def begin_prefetch(self, tokens: list[int], request: str, **whose: str) -> Any:
-        """Have the storage level asked for a request's prompt; `whose` are its extra_key and cache_salt."""
-        from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-
-        handle = CacheRequestHandle(request, 0)
-        node = self.match(tokens).last_host_node
-        self.tree.prefetch_from_storage(handle, node, array("q", tokens), None, [], **whose)
-        return handle
-
-    def prefetch(self, tokens: list[int], request: str, **whose: str) -> int:
-        """Tokens that the storage level brought to the host for this request."""
-        handle = self.begin_prefetch(tokens, request, **whose)
-        self._until(lambda: self.tree.check_prefetch_progress(handle))
-        return int(self.tree.pop_prefetch_loaded_tokens(handle))
-
-    def load_back(self, tokens: list[int]) -> tuple[int, list[bytes]]:
-        """From host to device: how many tokens, and what arrived there."""
-        self.wipe()
-        match = self.match(tokens)
-        found = int(match.host_hit_length)
-        if found:
-            assert self.tree.load_back(match.best_match_node)
-            self.tree.ready_to_load_host_cache()
-            for ack in list(self.tree.cache_controller.ack_load_queue):
-                ack.finish_event.synchronize()
-            self.tree.loading_check()
-        return found, self.bytes_at(self.tree.path_device_indices(self.match(tokens).last_device_node))
-
-    def close(self) -> None:
-        """End the storage threads and close kvtier's tiers."""
-        import atexit
-
-        atexit.unregister(self.tree.shutdown)
-        self.tree.shutdown()
-        self._settings.restore()
-
-    def _until(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _WAIT_S
-        while True:
-            self.tree.check_hicache_events()
-            if done():
-                return
-            assert time.monotonic() < deadline, "SGLang's threads did not get there"
-            time.sleep(0.005)
 
 
 def without_a_server(folder: str) -> dict[str, Any]:
     """All scenarios below, in one process: importing SGLang takes longer than any of them."""
-    _become_a_rank()
+    become_a_rank()
     return {
         "levels": every_level(folder),
         "hybrid": hybrid_is_refused(str(Path(folder) / "hybrid")),
@@ -171,6 +29,7 @@ def without_a_server(folder: str) -> dict[str, Any]:
         "races": aborted_requests(str(Path(folder) / "aborted")),
         "failures": failing_calls(str(Path(folder) / "failing")),
         "a file": start_over_a_file(str(Path(folder) / "file")),
+        "degraded": degraded_start(str(Path(folder) / "degraded")),
     }
 
 
@@ -216,8 +75,8 @@ def hybrid_is_refused(folder: str) -> dict[str, Any]:
 
     stack = Stack("mha", "page_first", folder)
     hybrid = SWAKVPool(
-        size=_DEVICE_TOKENS,
-        size_swa=_DEVICE_TOKENS,
+        size=DEVICE_TOKENS,
+        size_swa=DEVICE_TOKENS,
         page_size=PAGE_TOKENS,
         dtype=torch.float32,
         head_num=2,
@@ -233,7 +92,7 @@ def hybrid_is_refused(folder: str) -> dict[str, Any]:
         PAGE_TOKENS,
         "page_first",
         pin_memory=False,
-        device_capacity_tokens=_DEVICE_TOKENS,
+        device_capacity_tokens=DEVICE_TOKENS,
         start_layer=0,
         end_layer=2,
     )
@@ -285,8 +144,9 @@ def aborted_requests(folder: str, rounds: int = 30) -> dict[str, Any]:
     return {"fetched": fetched, "found": found, "same_bytes": arrived == written, "leases": leases}
 
 
-def failing_calls(folder: str, rounds: int = 40) -> dict[str, Any]:
-    """SGLang's own failure injector on: what is found has the right bytes, and tokens and misses are conserved."""
+def failing_calls(folder: str, prompts: int = 20, rounds: int = 3) -> dict[str, Any]:
+    """SGLang's own failure injector on, from the first write: what is found has the right bytes, and tokens and misses
+    are conserved."""
     from sglang.srt.environ import envs
 
     with (
@@ -294,24 +154,36 @@ def failing_calls(folder: str, rounds: int = 40) -> dict[str, Any]:
         envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.3),
     ):
         stack = Stack("mha", "page_first", folder)
-    tokens, injector = list(range(7_000, 7_000 + TOKENS)), stack.tree.cache_controller.storage_backend
-    share, injector._failure_prob = injector._failure_prob, 0.0  # there must be something to find
-    written, whole, wrong = stack.compute(tokens), 0, 0
-    injector._failure_prob = share
-    for number in range(rounds):
+    texts = [list(range(start, start + TOKENS)) for start in range(10_000, 10_000 + 1_000 * prompts, 1_000)]
+    written, rows = [], [0]
+    for tokens in texts:
+        stack.flush()
+        written.append(stack.compute(tokens, stored=False))
+        rows.append(stack.rows())
+    kept = [after - before for before, after in itertools.pairwise(rows)]
+    loads, wrong = [], 0
+    for number, tokens in enumerate(texts * rounds):
         stack.flush()
         stack.prefetch(tokens, f"failing-{number}")
         found, arrived = stack.load_back(tokens)
-        expected = [layer[: len(part)] for layer, part in zip(written, arrived, strict=True)]
+        expected = [layer[: len(part)] for layer, part in zip(written[number % prompts], arrived, strict=True)]
         wrong += arrived != expected
-        whole += found == TOKENS
+        loads.append(found)
     stack.storage.cache.settle()
+    stack.storage.cache.check_integrity()
     sums, _ = stack.storage.cache.drain()
     recomputed = sums.get(("kvtier_tokens", ("recompute",)), 0.0)
-    misses = sum(value for (name, _), value in sums.items() if name == "kvtier_miss_tokens")
+    misses = {labels[0]: value for (name, labels), value in sums.items() if name == "kvtier_miss_tokens"}
     leases = stack.storage.cache.leases()
     stack.close()
-    return {"whole": whole, "wrong": wrong, "leases": leases, "unexplained": recomputed - misses}
+    return {
+        "kept": kept,
+        "loads": loads,
+        "wrong": wrong,
+        "leases": leases,
+        "reasons": sorted(misses),
+        "unexplained": recomputed - sum(misses.values()),
+    }
 
 
 def start_over_a_file(path: str) -> str:
@@ -326,43 +198,33 @@ def start_over_a_file(path: str) -> str:
     return ""
 
 
-def _storage(folder: str) -> dict[str, Any]:
+def degraded_start(folder: str) -> dict[str, Any]:
+    """Beside the nvme tier, a shared folder whose lock nobody gives back and a pool whose master takes connections and
+    says nothing: what the attach took longer for them, what is counted, and whether the rest serves."""
+    dead, tokens = Path(folder) / "dead", list(range(8_000, 8_000 + TOKENS))
+    (dead / "kvtier").mkdir(parents=True)
+    began = time.monotonic()
+    Stack("mha", "page_first", str(Path(folder) / "plain")).close()
+    plain_s = time.monotonic() - began
+    with (dead / "kvtier" / "lock").open("w") as lock, socket.create_server(("127.0.0.1", 0)) as silent:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        master = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = {"shared_fs_path": str(dead), "shared_fs_bytes": "16MiB", "pool_master": master}
+        began = time.monotonic()
+        stack = Stack("mha", "page_first", str(Path(folder) / "nvme"), **options, pool_host="127.0.0.1")
+        longer_s = time.monotonic() - began - plain_s
+        written = stack.compute(tokens)
+        stack.flush()
+        stack.prefetch(tokens, "degraded")
+        found, arrived = stack.load_back(tokens)
+        sums, _ = stack.storage.cache.drain()
+        levels = [level.name for level in stack.storage.cache.levels]
+        stack.close()
+    missing = [list(labels) for (name, labels) in sums if name == "kvtier_faults"]
     return {
-        "backend_name": "kvtier",
-        "module_path": "kvtier_sglang",
-        "class_name": "KVTierStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": PAGE_TOKENS,
-        "nvme_path": folder,
-        "nvme_bytes": "16MiB",
-        "weights_fingerprint": "made up",
+        "longer_s": longer_s,
+        "levels": levels,
+        "missing": sorted(missing),
+        "found": found,
+        "same_bytes": arrived == written,
     }
-
-
-def _device_pool(kind: str) -> Any:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
-    common = {
-        "size": _DEVICE_TOKENS,
-        "page_size": PAGE_TOKENS,
-        "dtype": torch.float32,
-        "layer_num": 3,
-        "device": "cpu",
-        "enable_memory_saver": False,
-    }
-    if kind == "mla":
-        return MLATokenToKVPool(kv_lora_rank=64, qk_rope_head_dim=16, **common)
-    return MHATokenToKVPool(head_num=2, head_dim=32, **common)
-
-
-def _become_a_rank() -> None:
-    """What SGLang's scheduler does before it builds its caches, for a world of one."""
-    import kvtier_sglang_cpu
-    import torch.distributed as dist
-    from sglang.srt.runtime_context import get_parallel
-
-    kvtier_sglang_cpu.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ranks = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "attn_dcp_rank")
-    get_parallel().override_permanently(**dict.fromkeys(ranks, 0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.models import prompt_tokens
-from tests.sglang.conftest import StartServer, kvtier_storage
+from tests.sglang.conftest import StartServer, in_the_full_run, kvtier_storage
 from tests.sglang.server import PAGE_TOKENS, ServerError, SGLangServer
 
 PROMPT_TOKENS = 404  # whole pages, a few tokens and the answer: the answer fills no page of its own
@@ -22,6 +22,7 @@ def from_storage(server: SGLangServer, prompt: list[int], **fields: str) -> int:
     return int(details.get("storage") or 0)
 
 
+@in_the_full_run
 @pytest.mark.timeout(1_200)
 def test_new_weights_find_nothing_of_the_old_ones(start: StartServer, tiny_llama: Path, tmp_path: Path) -> None:
     """sglang#26792: also after the level was detached and attached again."""
@@ -70,6 +71,7 @@ def test_the_radix_policy_and_the_event_listener(start: StartServer, tiny_llama:
         assert held["kvtier_resident_bytes{tier=dram}"] > 0
 
 
+@in_the_full_run
 @pytest.mark.timeout(900)
 def test_the_rust_tree_core_is_refused_in_words(start: StartServer, tiny_llama: Path) -> None:
     with pytest.raises(ServerError, match="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"):
