@@ -59,6 +59,11 @@ class Pool:
         assert line == b"joined\n", line
         return process
 
+    def stop(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGSTOP, and wait until it has stopped: the signal alone says nothing about when its last thread does."""
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
     def close(self) -> None:
         for process in self.processes:
             if process.poll() is None:

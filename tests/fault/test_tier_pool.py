@@ -138,7 +138,7 @@ def test_an_owner_that_is_stopped_costs_a_bounded_time() -> None:
         tier = join(pool)
         rows = chain_rows(3, seed="stop")
         slots = store_rows(tier, rows)
-        pool.processes[1].send_signal(signal.SIGSTOP)
+        pool.stop(pool.processes[1])
         began = time.monotonic()
         assert set(tier.read(slots, rows, soiled_buffers(3, ROW))) <= {RowStatus.IO_ERROR, RowStatus.VANISHED}
         assert time.monotonic() - began < 30
@@ -188,7 +188,7 @@ def test_a_pool_that_is_down_costs_the_engine_its_tier_and_no_more_than_five_sec
 
 def test_a_master_that_is_stopped_costs_the_engine_its_tier_and_no_more_than_five_seconds() -> None:
     with running_pool(0) as pool:
-        pool.master.send_signal(signal.SIGSTOP)
+        pool.stop(pool.master)
         began = time.monotonic()
         opened = open_lower_tiers(Site(CacheConfig(pool_master=pool.address), SPACE, "layout", ROW))
         assert time.monotonic() - began < 5
