@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
@@ -9,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.tiers.addresses import address_of
 from kvtier.tiers.nvme.io import Syscalls
+from kvtier.tiers.nvme.uring import Ring
 
 STEPS = ("open", "close", "preadv", "pwritev", "fallocate", "ftruncate", "fdatasync", "rename", "unlink", "flock")
 
@@ -26,6 +29,8 @@ class StepSyscalls(Syscalls):
     After every call the bytes on the medium are held against `cap_bytes`.
     """
 
+    latest: StepSyscalls | None = None
+
     def __init__(
         self, folder: Path, cap_bytes: int, at: Callable[[int, str], OSError | str | PowerCut | None] | None = None
     ) -> None:
@@ -37,6 +42,7 @@ class StepSyscalls(Syscalls):
         self.dead = False
         self.most_bytes = 0
         self.fds: set[int] = set()
+        StepSyscalls.latest = self
 
     def occupied_bytes(self) -> int:
         """What `du` counts: the folder and everything in it."""
@@ -55,7 +61,7 @@ class StepSyscalls(Syscalls):
             os.close(fd)
         self.fds.clear()
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any, carry_out: Callable[..., Any] | None = None) -> Any:
         if self.dead:
             raise PowerCut
         step, self.step = self.step, self.step + 1
@@ -73,7 +79,7 @@ class StepSyscalls(Syscalls):
             arguments = (fd, _head(buffers, max(min(512, whole), whole // 2 // 512 * 512)), offset)
         result = None
         if not isinstance(fault, PowerCut) or moving:
-            result = getattr(Syscalls, name)(self, *arguments)
+            result = carry_out(*arguments) if carry_out else getattr(Syscalls, name)(self, *arguments)
         if isinstance(fault, PowerCut):
             self.dead = True
             raise fault
@@ -108,6 +114,42 @@ def _head(buffers: Sequence[memoryview], n_bytes: int) -> list[memoryview]:
     return head
 
 
+class SteppingRing(Ring):
+    """A real ring whose every transfer is a step of the StepSyscalls made last, which would not see it by itself."""
+
+    def __init__(self, entries: int) -> None:
+        super().__init__(entries)
+        assert StepSyscalls.latest is not None
+        self._steps = StepSyscalls.latest
+
+    def run(self, fd: int, calls: Sequence[tuple[int, int, int, int]]) -> list[int]:
+        return [self._step(fd, *call) for call in calls]
+
+    def _step(self, fd: int, opcode: int, offset: int, address: int, count: int) -> int:
+        pieces = [(ctypes.c_uint64 * 2).from_address(address + 16 * i) for i in range(count)]
+        buffers = [memoryview((ctypes.c_char * length).from_address(start)).cast("B") for start, length in pieces]
+
+        def carry_out(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            vector = (ctypes.c_uint64 * (2 * len(buffers)))()
+            for i, buffer in enumerate(buffers):
+                vector[2 * i : 2 * i + 2] = [address_of(buffer), buffer.nbytes]
+            call = (opcode, offset, ctypes.addressof(vector), len(buffers))
+            return _moved(super(SteppingRing, self).run(fd, [call]))
+
+        try:
+            name = "pwritev" if opcode == 2 else "preadv"
+            return int(self._steps._call(name, fd, buffers, offset, carry_out=carry_out))
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+
+def _moved(results: list[int]) -> int:
+    (moved,) = results
+    if moved < 0:
+        raise OSError(-moved, os.strerror(-moved))
+    return moved
+
+
 class LosingSyscalls(StepSyscalls):
     """A machine whose power fails: a `share` of the blocks written since the last sync of their file is lost."""
 
@@ -117,7 +159,7 @@ class LosingSyscalls(StepSyscalls):
         self._paths: dict[int, str] = {}
         self._unsynced: dict[int, list[tuple[int, bytes]]] = {}
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any, carry_out: Callable[..., Any] | None = None) -> Any:
         if name == "pwritev" and not self.dead:
             fd, buffers, offset = arguments
             length = sum(b.nbytes for b in buffers)
@@ -125,7 +167,7 @@ class LosingSyscalls(StepSyscalls):
             before = os.pread(plain, length, offset).ljust(length, b"\0")
             os.close(plain)
             self._unsynced.setdefault(os.fstat(fd).st_ino, []).append((offset, before))
-        result = super()._call(name, *arguments)
+        result = super()._call(name, *arguments, carry_out=carry_out)
         if name == "fdatasync":
             self._unsynced.pop(os.fstat(arguments[0]).st_ino, None)
         return result

@@ -18,15 +18,17 @@ import pytest
 
 from kvtier.testing.rows import chain_rows, payload_of, read_back
 from kvtier.tiers.nvme import NvmeTier, journal
+from kvtier.tiers.nvme.uring import uring_missing
 from kvtier.tiers.protocol import RowId, RowStatus
 
+needs_uring = pytest.mark.skipif(bool(uring_missing()), reason=uring_missing() or "io_uring works")
 ROW_BYTES = 5_000
 CAP = 800_000
 ROUNDS = 200 if os.environ.get("KVTIER_SOAK") else 40
 
 
-def open_tier(folder: Path) -> NvmeTier:
-    return NvmeTier(str(folder), b"\5" * 32, "layout", ROW_BYTES, CAP, max_io_bytes=64 << 10)
+def open_tier(folder: Path, backend: str) -> NvmeTier:
+    return NvmeTier(str(folder), b"\5" * 32, "layout", ROW_BYTES, CAP, max_io_bytes=64 << 10, backend=backend)
 
 
 def occupied(folder: Path) -> int:
@@ -66,10 +68,10 @@ class Notes:
         return held
 
 
-def work_until_killed(folder: Path, notes_path: Path, round_: int) -> None:
+def work_until_killed(folder: Path, notes_path: Path, round_: int, backend: str) -> None:
     """The child: store and evict for ever. Never returns."""
     draw = random.Random(round_)
-    tier = open_tier(folder)
+    tier = open_tier(folder, backend)
     held = {item.slot: item.row for item in tier.recover()}
     notes = Notes(notes_path)
 
@@ -105,7 +107,7 @@ def work_until_killed(folder: Path, notes_path: Path, round_: int) -> None:
                 evict(draw.randint(1, 10))
 
 
-def killed_child(folder: Path, notes: Path, round_: int, draw: random.Random) -> int:
+def killed_child(folder: Path, notes: Path, round_: int, draw: random.Random, backend: str) -> int:
     """Run the child and kill it; returns the most bytes seen on the medium meanwhile.
 
     One in four is killed soon, most likely while it opens the tier; the others after a random amount of work, however
@@ -114,7 +116,7 @@ def killed_child(folder: Path, notes: Path, round_: int, draw: random.Random) ->
     child = os.fork()
     if child == 0:
         try:
-            work_until_killed(folder, notes, round_)
+            work_until_killed(folder, notes, round_, backend)
         finally:
             os._exit(1)
     lines = 0 if draw.random() < 0.25 else draw.randint(20, 160)
@@ -130,7 +132,8 @@ def killed_child(folder: Path, notes: Path, round_: int, draw: random.Random) ->
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["threads", pytest.param("io_uring", marks=needs_uring)])
+def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr(journal, "_SPARE_RECORDS", 16)  # a small journal, compacted early: it is nearly always at it
     monkeypatch.setattr(journal, "_COMPACT_FROM", 0.4)
     folder = tmp_path / "tier"
@@ -141,13 +144,13 @@ def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for round_ in range(ROUNDS):
         notes = tmp_path / f"notes-{round_}"
         notes.touch()
-        assert killed_child(folder, notes, round_, draw) <= CAP
+        assert killed_child(folder, notes, round_, draw, backend) <= CAP
         promised = Notes.replay(notes, held)
         published += notes.read_text().count("published")
         compacted += notes.read_text().count("compacted")
         interrupted += bool(list(folder.glob("*.tmp")))
 
-        tier = open_tier(folder)
+        tier = open_tier(folder, backend)  # at once: what io_uring had under way may still hold the lock
         found = {item.slot: item.row for item in tier.recover()}
         statuses = read_back(tier, np.array(list(found), dtype=np.int32), list(found.values()))
         usable = {slot for (slot, _), status in zip(found.items(), statuses, strict=True) if status is RowStatus.OK}
@@ -161,5 +164,5 @@ def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert occupied(folder) <= CAP
         held = {slot: found[slot] for slot in usable}
     assert published > 15 * ROUNDS
-    print(f"{ROUNDS} kills: {published} rows published, {compacted} compactions done, {interrupted} interrupted")
+    print(f"{backend}: {ROUNDS} kills, {published} rows published, {compacted} compactions, {interrupted} interrupted")
     assert compacted + interrupted > ROUNDS // 10

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,13 @@ import pytest
 
 from kvtier.errors import ConfigError, TierIOError
 from kvtier.testing.rows import chain_rows, payload_of, read_back, store_rows
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme import NvmeTier, uring
 from kvtier.tiers.nvme.io import Syscalls
+from kvtier.tiers.nvme.uring import uring_missing
 from kvtier.tiers.protocol import RowId, RowStatus
-from tests.fault.syscalls import EIO, ENOSPC, LosingSyscalls, PowerCut, StepSyscalls, os_error
+from tests.fault.syscalls import EIO, ENOSPC, LosingSyscalls, PowerCut, SteppingRing, StepSyscalls, os_error
 
+needs_uring = pytest.mark.skipif(bool(uring_missing()), reason=uring_missing() or "io_uring works")
 ROW_BYTES = 9_000
 CAP = 1 << 20
 SOAK = bool(os.environ.get("KVTIER_SOAK"))
@@ -40,6 +42,21 @@ class Ledger:
     statuses: list[RowStatus] = field(default_factory=list)
 
 
+class Backend:
+    """What the tiers of this file go through."""
+
+    name = "threads"
+
+
+@pytest.fixture(scope="module", params=["threads", pytest.param("io_uring", marks=needs_uring)], autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test runs on both back ends; io_uring for real, each of its transfers one step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uring, "Ring", SteppingRing)
+        patch.setattr(Backend, "name", request.param)
+        yield request.param
+
+
 def open_tier(folder: Path, syscalls: StepSyscalls, cap: int = CAP) -> NvmeTier:
     return NvmeTier(
         str(folder),
@@ -49,6 +66,7 @@ def open_tier(folder: Path, syscalls: StepSyscalls, cap: int = CAP) -> NvmeTier:
         cap,
         max_io_bytes=40_000,
         syscalls=syscalls,
+        backend=Backend.name,
         frees_in_background=False,
     )
 
@@ -121,7 +139,7 @@ def recovered(folder: Path, *, sound: bool = True, cap: int = CAP) -> tuple[Nvme
 
 
 @pytest.fixture(scope="module")
-def step_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def step_names(tmp_path_factory: pytest.TempPathFactory, backend: str) -> list[str]:
     """The system calls of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed")
     syscalls, ledger = StepSyscalls(folder, CAP), Ledger()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing.rows import chain_rows, read_back, store_rows
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme import NvmeTier, space
 from kvtier.tiers.nvme.format import Geometry
 from kvtier.tiers.nvme.io import Syscalls
 from kvtier.tiers.nvme.journal import journal_bytes
@@ -316,3 +317,34 @@ def test_a_left_over_temporary_file_is_removed(tmp_path: Path) -> None:
     assert not leftover.exists()
     assert occupied(tmp_path) <= CAP
     tier.close()
+
+
+def test_a_lock_of_the_dead_is_waited_for_and_one_of_the_living_is_not(tmp_path: Path) -> None:
+    """As after io_uring: who took the lock is dead and reaped, and something of it still has the file open."""
+    path, ready = tmp_path / "file", tmp_path / "ready"
+    code = (
+        "import fcntl, os, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+        "fcntl.flock(fd, fcntl.LOCK_EX)\n"
+        "if os.fork() == 0:\n"
+        "    while not os.path.exists(sys.argv[2] + '.go'): time.sleep(0.01)\n"
+        "    time.sleep(1.0)\n"
+        "    os._exit(0)\n"
+        "open(sys.argv[2], 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(path), str(ready)])
+    while not ready.exists():
+        time.sleep(0.01)
+    fd = os.open(path, os.O_RDWR)
+    began = time.monotonic()
+    assert not space.lock_soon(fd, Syscalls())
+    assert 0.5 <= time.monotonic() - began < 10
+    holder.kill()
+    holder.wait()
+    assert not space.try_lock(fd, Syscalls())
+    Path(str(ready) + ".go").touch()
+    began = time.monotonic()
+    assert space.lock_soon(fd, Syscalls())
+    assert time.monotonic() - began > 0.6, "longer than for the living"
+    os.close(fd)

@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import secrets
-import time
 from collections.abc import Callable
 
 from kvtier.errors import ConfigError, TierIOError
@@ -22,14 +21,12 @@ from kvtier.tiers.nvme.space import (
     files_of,
     holder_of,
     least_cap_bytes,
+    lock_soon,
     locked_folder,
     make_room,
     plan_files,
-    try_lock,
     unusable,
 )
-
-_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.05
 
 
 class Slab:
@@ -77,14 +74,6 @@ class Slab:
         with contextlib.suppress(OSError):
             self._sys.close(self.file.fd)
 
-    def _locked_soon(self) -> bool:
-        """Take the lock. What the kernel had under way for a process that was killed may hold it a moment longer."""
-        for _ in range(_LOCK_TRIES):
-            if try_lock(self.file.fd, self._sys):
-                return True
-            time.sleep(_LOCK_PAUSE_S)
-        return try_lock(self.file.fd, self._sys)
-
     def _lock_and_open(self, path: str, key_space_digest: bytes, direct: bool) -> None:
         with locked_folder(path, self._sys) as folder, contextlib.ExitStack() as undo:
             self.files = files_of(folder, key_space_digest)
@@ -93,7 +82,7 @@ class Slab:
             except OSError as error:
                 raise unusable(path, error) from error
             undo.callback(self._sys.close, self.file.fd)
-            if not self._locked_soon():
+            if not lock_soon(self.file.fd, self._sys):
                 raise ConfigError(
                     f"the slab {self.files.slab!r} is in use by {holder_of(self.file.fd)}; "
                     f"give this engine another nvme_path, or stop the other one"

@@ -31,6 +31,7 @@ _SUFFIXES = (SLAB_SUFFIX, JOURNAL_SUFFIX, JOURNAL_SUFFIX + ".tmp")
 WEAR_FILE = "kvtier.wear"
 _FOLDER_LOCK = "kvtier.lock"
 _FOLDER_LOCK_WAIT_S = 10.0
+_LIVING_HOLDER_WAIT_S, _DEAD_HOLDER_WAIT_S = 0.5, 30.0
 _SLACK_BYTES = 64 << 10
 _SLACK_SHARE = 4096
 _SCRATCH_BYTES = 4 << 20
@@ -173,15 +174,48 @@ def try_lock(fd: int, syscalls: Syscalls) -> bool:
     return True
 
 
+def lock_soon(fd: int, syscalls: Syscalls) -> bool:
+    """Take the exclusive lock of a file, waiting for a process that was killed, and hardly for one that lives.
+
+    A process that used io_uring is gone before its rings are: the kernel ends what they had under way, and lets go of
+    the file, in a worker of its own (`iou_exit`). Until then the lock has no owner, and rightly so: the last writes of
+    the dead still land. Mostly that is 5 to 20 ms after the process was reaped; on a busy disk it has been 5 s.
+    """
+    began_s = time.monotonic()
+    while not try_lock(fd, syscalls):
+        limit_s = _DEAD_HOLDER_WAIT_S if _is_dead(_holder_pid(fd)) else _LIVING_HOLDER_WAIT_S
+        if time.monotonic() - began_s > limit_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
 def holder_of(fd: int) -> str:
     """Who holds the lock of an open file, as far as the kernel tells."""
+    pid = _holder_pid(fd)
+    return f"process {pid}" if pid else "another process"
+
+
+def _holder_pid(fd: int) -> int:
+    """The process that took the lock of an open file; 0 where the kernel does not tell (another container's)."""
     inode = os.fstat(fd).st_ino
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
             if fields[1] == "FLOCK" and int(fields[5].rsplit(":", 1)[1]) == inode:
-                return f"process {fields[4]}"
-    return "another process"
+                return int(fields[4])
+    return 0
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether a process has ended, or is a zombie."""
+    if pid <= 0:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
 
 
 def make_room(
