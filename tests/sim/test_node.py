@@ -202,6 +202,20 @@ def test_e_a_hinted_session_is_kept_and_brought_up() -> None:
     assert found["kvtier+hints"][1] == 1.0
 
 
+def test_e_a_hinted_session_is_brought_up_once_there_is_room() -> None:
+    """When it is due, somebody else fills HBM until half a second before it is back."""
+    made, score = node("kvtier+hints", dram=100)
+    run_checked(
+        made,
+        [
+            opened("a", request(first(8), 0.0), request(first(9), 20.0)),
+            opened("b", request(first(19, 100), 15.5, output_tokens=100)),
+        ],
+    )
+    assert score.blocks["hbm"] == 8
+    assert made.speculation.used_share == 1.0
+
+
 def test_e_protection_ends_however_wrong_the_hints() -> None:
     requests = parse_workload("workload:agent?sessions=25&hours=0.1").requests(1)
     wrong = Announcer(missing=0.3, false_share=0.5, mistimed=0.9)

@@ -93,6 +93,7 @@ class Hinted:
         self._random = random.Random(f"hints {seed}")
         self._known: dict[str, _Known] = {}
         self._names: list[str] = []
+        self._wanted: dict[str, None] = {}  # due, and not back yet
 
     def finished(self, name: str, session: Session, position: int, chain: bytes) -> None:
         """A response has ended: somebody may know when the session is back."""
@@ -140,18 +141,29 @@ class Hinted:
 
     def _bring(self) -> None:
         """Whoever is due: what is missing comes up."""
+        due = self.book.due(self._loop.now, lambda session: self._lead_s(session) + 1e-6)
+        self._wanted.update(dict.fromkeys(due))
+        self.resume()
+
+    def resume(self) -> None:
+        """Protect and bring up what is due and not in HBM, the soonest back first: there may be room now that was not
+        there before, and what had been brought may have had to give way."""
+        if not self._wanted or not self.allows():
+            return
         now = self._loop.now
-        for name in self.book.due(now, lambda session: self._lead_s(session) + 1e-6):
-            known = self._known.get(name)
-            if known is not None and known.protects and self.allows():
-                path = self._tree.insert(known.chain)
-                in_hbm = self._hbm.leading(path)
-                found = max(in_hbm, self._dram.leading(path), self._nvme.leading(path))
-                room = self._hbm.make_room(found - in_hbm, now) if found > in_hbm else 0
-                if room:
-                    loads = self._loader.to_hbm(path, in_hbm, in_hbm + room, Priority.SPECULATIVE)
-                    self._speculation.moved(loads)
-                    self.hold(path, loads, known.chain)
+        for name in [name for name in self.book.by_urgency(now) if name in self._wanted]:
+            known = self._known[name]
+            path = self._tree.insert(known.chain)
+            self._protect(known, path)
+            if not known.protects:
+                continue
+            in_hbm = self._hbm.leading(path)
+            found = max(in_hbm, self._dram.leading(path), self._nvme.leading(path))
+            room = self._hbm.make_room(found - in_hbm, now) if found > in_hbm else 0
+            if room:
+                loads = self._loader.to_hbm(path, in_hbm, in_hbm + room, Priority.SPECULATIVE)
+                self._speculation.moved(loads)
+                self.hold(path, loads, known.chain)
 
     def _lead_s(self, name: str) -> float:
         """How long before the return its blocks must begin to move: twice what it takes, and a second."""
@@ -169,13 +181,15 @@ class Hinted:
 
     def _protect(self, known: _Known, path: Sequence[Segment]) -> None:
         if not known.protects and all(
-            tier.protected + path[-1].stop <= _PROTECTED_SHARE * tier.capacity_rows for tier in (self._hbm, self._dram)
+            tier.protected + tier.unprotected_blocks(path) <= _PROTECTED_SHARE * tier.capacity_rows
+            for tier in (self._hbm, self._dram)
         ):
             known.protects = True
             self._hbm.protect(path)
             self._dram.protect(path)
 
     def _release(self, name: str) -> None:
+        self._wanted.pop(name, None)
         known = self._known.get(name)
         if known is not None and known.protects:
             known.protects = False

@@ -266,6 +266,8 @@ class Node:
             self.hinted.finished(flight.session.name, flight.session, flight.position, flight.chain)
         self._next_turn(flight)
         self._admit()
+        if self.hinted is not None:
+            self.hinted.resume()
 
     def _next_turn(self, flight: Flight) -> None:
         session, following = flight.session, flight.position + 1

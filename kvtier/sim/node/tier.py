@@ -73,6 +73,11 @@ class NodeTier(SimTier):
             if not self._protections[segment.id]:
                 self.protected -= segment.length
 
+    def unprotected_blocks(self, path: Sequence[Segment]) -> int:
+        """Blocks of a path that are not protected: what protecting it would add."""
+        protections = self._protections
+        return sum(segment.length for segment in path if not protections[segment.id])
+
     def unpinned_blocks(self, path: Sequence[Segment]) -> int:
         """Blocks of a path that nobody has pinned: what pinning it would add."""
         pins = self._pins
