@@ -226,6 +226,22 @@ def test_e_protection_ends_however_wrong_the_hints() -> None:
     made.check_integrity()
 
 
+def test_e_room_for_a_promoted_tail_is_not_made_of_its_head() -> None:
+    """The head is all that is left to evict."""
+    made, _ = node("kvtier", hbm=12, dram=100, promote=True)
+    made.run([opened("a", request(first(12), 0.0))])
+    path = path_of(made, first(12))
+    made.hbm.evict(path[-1], 4)
+    made.hbm.policy.on_evicted(path[-1], 12, made.loop.now)
+    made.hbm.outside = 8  # what runs takes the rest
+    promotion = made.promotion
+    assert promotion is not None
+    promotion.promoter.plan = lambda candidates, *rest: candidates  # type: ignore[method-assign, assignment]
+    promotion.tick()
+    assert made.hbm.leading(path) == 4
+    assert made.speculation.moved_blocks == 0
+
+
 # --- (f) is tests/unit/test_node_links.py; here: demand pushes a prefetch under way -----------------------------------
 
 

@@ -75,7 +75,9 @@ class Promotion:
             chain = self._tree.chain_of(segment)
             path = self._tree.insert(chain)
             in_hbm, in_dram = self._hbm.leading(path), self._dram.leading(path)
+            self._hbm.protect(path)  # room for its tail is not made of its head
             room = self._hbm.make_room(in_dram - in_hbm, now) if in_dram > in_hbm else 0
+            self._hbm.unprotect(path)
             if room:
                 loads = self._loader.to_hbm(path, in_hbm, in_hbm + room, Priority.SPECULATIVE)
                 self._speculation.moved(loads)
