@@ -3,7 +3,7 @@
     python -m benchmarks.agent_text lmcache_agent_text_70sessions.tar.gz agent_text.jsonl
 
 The archive has a folder for each benchmark that was run, and a file of `{timestamp µs, session_id, input, output}` for
-each session. Four bytes of text count as a token: equal texts give equal blocks, if not where a tokenizer would cut them.
+each session. Four bytes of text count as a token: equal texts give equal blocks, cut elsewhere than by a tokenizer.
 The runs were days apart; here all of them begin at once.
 """
 
