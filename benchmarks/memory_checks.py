@@ -1,10 +1,11 @@
-"""What verifying a load from memory costs: time from lookup to offer and CPU of the threads, beside copying the rows.
+"""What checks of memory cost: stores into memory and loads from it by vLLM's worker, with seals and without.
 
-    python benchmarks/memory_checks.py [--row-bytes 2097152] [--rows 128] [--repeats 9]
+    python -m benchmarks.memory_checks [--row-bytes 2097152] [--rows 128] [--rounds 9]
 
-One prompt is stored once and looked up again and again, with `memory_checks` off and on; what is offered is then copied
-by one thread, as a load would be. Prints one JSON object a line: medians of the repeats. The caller polls as an idle
-engine steps: every millisecond.
+The worker kvtier has on CPUs copies blocks of a device cache into shared rows and back, alone and inside
+`SealedWorker`, in turns. Each time is from the submission to the step at which the engine is told; the engine steps
+every 0.2 ms, as one that has nothing else to do. Prints one JSON object a line: medians of the rounds, and the median
+of the paired ratios.
 """
 
 from __future__ import annotations
@@ -13,73 +14,88 @@ import argparse
 import json
 import statistics
 import time
+import uuid
 
 import numpy as np
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from kvtier.cache.geometry import Geometry
-from kvtier.cache.stores import RowRef
-from kvtier.cache.tier_cache import TierCache
-from kvtier.codec.checksum import copy_bytes
-from kvtier.config import CacheConfig
-from kvtier.testing.fake_engine import FakeEngine
-from kvtier.tiers.dram import DramTier
+from kvtier.cache.seals import Seals
+from kvtier_vllm.sealed_worker import SealedWorker
+from kvtier_vllm.worker import HostWorker
 
-_STEP_S = 0.001
+_LAYERS = 8
+_STEP_S = 0.0002
 
 
-def measure(checks: bool, row_bytes: int, rows: int, repeats: int) -> dict[str, object]:
-    """Store `rows` blocks, then look them up and copy them `repeats` times."""
-    memory = DramTier.over(np.ones(rows * row_bytes, np.uint8), row_bytes, rows, row_bytes, checksums=False)
-    cache = TierCache(
-        CacheConfig(dram_bytes=1, gate=False, policy="lru", memory_checks=checks), Geometry(16), memory, memory.row
-    )
-    engine = FakeEngine(cache)
-    first = engine.open(range(rows), 1)
-    granted = cache.offer_store(first, [RowRef(block, 0) for block in range(rows)])
-    cache.commit_store(first, [row for row, _ in granted])
-    engine.finish(first)
-    engine.settle()
-    target = np.zeros(row_bytes, np.uint8)
-    offered_s, copied_s, cpu_s = [], [], []
-    for _ in range(repeats + 1):
-        cpu, began = time.process_time(), time.perf_counter()
-        request = engine.open(range(rows), 1)
-        while (plan := cache.lookup(request, 0)) is None:
+class Bench:
+    """One worker over a region of its own."""
+
+    def __init__(self, row_bytes: int, rows: int, *, sealed: bool) -> None:
+        page = row_bytes // _LAYERS
+        tensors = [torch.randint(-128, 127, (rows, page), dtype=torch.int8) for _ in range(_LAYERS)]
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, page) for tensor in tensors],
+            [[CanonicalKVCacheRef(i, page) for i in range(_LAYERS)]],
+        )
+        region = SharedOffloadRegion(f"bench-{uuid.uuid4()}", rows, 0, row_bytes, row_bytes)
+        self.worker: OffloadingWorker = HostWorker(caches, region, 1)
+        if sealed:
+            memory = np.frombuffer(region.create_kv_memoryview().cast("B"), np.uint8).reshape(rows, -1)
+            self.worker = SealedWorker(self.worker, Seals.own(rows, row_bytes), 0, memory)
+        self._all = np.arange(rows)
+        self._jobs = 0
+
+    def seconds(self, *, store: bool) -> float:
+        """Move every row once."""
+        device = GPULoadStoreSpec(self._all.tolist(), group_sizes=[len(self._all)], block_indices=[0])
+        rows = CPULoadStoreSpec(self._all.tolist())
+        self._jobs += 1
+        began = time.perf_counter()
+        if store:
+            self.worker.submit_store(self._jobs, device, rows)
+        else:
+            self.worker.submit_load(self._jobs, rows, device)
+        while not self.worker.get_finished():
             time.sleep(_STEP_S)
-            cache.poll()
-        offered, spent = time.perf_counter(), time.process_time() - cpu
-        if plan.blocks != rows:
-            raise SystemExit(f"{plan.blocks} of {rows} blocks were offered")
-        for slot in cache.take_load(request, [RowRef(block, 0) for block in range(rows)]).tolist():
-            copy_bytes(target, np.frombuffer(memory.row(slot), np.uint8))
-        ended = time.perf_counter()
-        cache.end_load(request)
-        engine.finish(request)
-        offered_s.append(offered - began)
-        copied_s.append(ended - offered)
-        cpu_s.append(spent)
-    cache.close()
-    total = rows * row_bytes
-    return {
-        "memory_checks": checks,
-        "bytes": total,
-        "row_bytes": row_bytes,
-        "offer_ms": round(1e3 * statistics.median(offered_s[1:]), 2),
-        "offer_cpu_ms": round(1e3 * statistics.median(cpu_s[1:]), 2),
-        "copy_ms": round(1e3 * statistics.median(copied_s[1:]), 2),
-        "copy_bytes_per_s": round(total / statistics.median(copied_s[1:])),
-    }
+        return time.perf_counter() - began
 
 
 def main() -> None:
-    """Print both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row-bytes", type=int, default=2 << 20)
     parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    for checks in (False, True):
-        print(json.dumps(measure(checks, given.row_bytes, given.rows, given.repeats)), flush=True)
+    plain, sealed = (Bench(given.row_bytes, given.rows, sealed=sealed) for sealed in (False, True))
+    for store in (True, False):
+        pairs = []
+        for number in range(given.rounds + 1):
+            order = (plain, sealed) if number % 2 else (sealed, plain)
+            seconds = {bench: bench.seconds(store=store) for bench in order}
+            pairs.append((seconds[plain], seconds[sealed]))
+        alone, checked = (statistics.median(column) for column in zip(*pairs[1:], strict=True))
+        total = given.row_bytes * given.rows
+        line = {
+            "op": "store" if store else "load",
+            "bytes": total,
+            "row_bytes": given.row_bytes,
+            "copy_ms": round(1e3 * alone, 2),
+            "copy_and_seal_ms": round(1e3 * checked, 2),
+            "ratio": round(statistics.median(both / one for one, both in pairs[1:]), 3),
+            "copy_bytes_per_s": round(total / alone),
+        }
+        print(json.dumps(line))
+    for bench in (plain, sealed):
+        bench.worker.shutdown()
 
 
 if __name__ == "__main__":

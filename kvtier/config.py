@@ -95,8 +95,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Longest a request waits to learn what other engines have put into a shared tier."""
     canary_share: float = 0.0
     """Share of requests that compute what they could have loaded, to compare it with what is cached."""
-    memory_checks: bool = False
-    """Seal memory rows once they are written, and verify them before each load from memory."""
+    memory_checks: bool = True
+    """Seal memory rows when they are written, and verify them whenever they are loaded from memory."""
     ghost_blocks: int = 200_000
     """Blocks remembered after they left every tier."""
     store_generated: bool = True

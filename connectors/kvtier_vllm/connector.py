@@ -14,8 +14,9 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,6 +30,7 @@ from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.options import cache_config
 from kvtier_vllm.plugin import SPEC
 from kvtier_vllm.rows import check_pages
+from kvtier_vllm.sealed_worker import SealedWorker
 from kvtier_vllm.spec import building
 
 Span = tuple[int, int]
@@ -48,6 +50,9 @@ class KVTierConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
             building.reset(token)
+        # A load that read damaged bytes is computed: a cache never fails a request.
+        transfer.kv_load_failure_policy = "recompute"
+        self._loading: dict[int, str] = {}  # worker side: the request of each load
         self._steps: deque[tuple[float, Sequence[Span]]] = deque(maxlen=8)
         self._last_output_s = 0.0
         self._device: Device | None = None
@@ -72,6 +77,22 @@ class KVTierConnector(OffloadingConnector):
         if cache_config(transfer.kv_connector_extra_config).codecs:
             check_pages(kv_caches, self._kv_cache_config)
         super().register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        self._loading.update((job_id, job.req_id) for job_id, job in metadata.load_jobs.items())
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        assert self.connector_worker is not None
+        worker = self.connector_worker.worker
+        if isinstance(worker, SealedWorker):
+            results.failed_recving |= {self._loading[job_id] for job_id in worker.take_failed()}
+        if results.finished_recving:
+            self._loading = {job: name for job, name in self._loading.items() if name not in results.finished_recving}
+        return results
 
     # --- scheduler side -----------------------------------------------------------------------------------------
 

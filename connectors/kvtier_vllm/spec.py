@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -22,6 +23,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kvtier.cache.seals import Seals
 from kvtier.cache.tier_cache import TierCache
 from kvtier.codec.form import RowForm
 from kvtier.errors import ConfigError
@@ -37,6 +39,7 @@ from kvtier_vllm.metrics import metric_definitions
 from kvtier_vllm.options import cache_config
 from kvtier_vllm.placement import near_device
 from kvtier_vllm.rows import encodings, memory_form
+from kvtier_vllm.sealed_worker import SealedWorker, shared_seals
 from kvtier_vllm.sizes import check_sizes
 from kvtier_vllm.worker import HostWorker
 
@@ -98,18 +101,24 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
+            region = self._open_region(self._region_rank)
             if current_platform.is_cuda_alike() or current_platform.is_xpu():
-                self._worker = self.create_worker(kv_caches)
+                worker = self._device_worker(kv_caches, region)
             else:
-                self._worker = HostWorker(kv_caches, self._open_region(self._region_rank), self.blocks_per_chunk)
+                worker = HostWorker(kv_caches, region, self.blocks_per_chunk)
+            if self._cache_config.memory_checks:
+                rows = np.frombuffer(region.create_kv_memoryview().cast("B"), np.uint8).reshape(self.num_chunks, -1)
+                first = self._region_rank * self.cpu_page_size_per_worker
+                rows = rows[:, first : first + self.cpu_page_size_per_worker]
+                worker = SealedWorker(worker, self._seals(), self._region_rank, rows)
+            self._worker = worker
         return self._worker
 
-    def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    def _device_worker(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> OffloadingWorker:
         """vLLM's own copy worker over our region, or ours where memory is encoded. Not run in this project's tests:
         they have no GPU."""
         from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker, pin_mmap_region
 
-        region = self._open_region(self._region_rank)
         try:
             if self._memory_form is not None:
                 from kvtier_vllm.coded_worker import CodedWorker, courier_of
@@ -135,6 +144,15 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         """Whose part of a row this worker writes: its own, or the only one."""
         return 0 if self.replicated_layout else self.config.parallel.rank
 
+    def _seals(self) -> Seals:
+        """Of every rank's part of all rows, seen by all processes of the engine."""
+        parts = 1 if self.replicated_layout else self.config.parallel.world_size
+        return Seals(shared_seals(self._seals_path, self.num_chunks, parts), self.cpu_page_size_per_worker)
+
+    @property
+    def _seals_path(self) -> str:
+        return f"/dev/shm/kvtier_seals_{self.config.engine_id}"
+
     def _open_region(self, rank: int | None) -> SharedOffloadRegion:
         if rank is not None:
             _check_shm(self._cache_config.dram_bytes, self.config.engine_id)
@@ -154,6 +172,8 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(region.mmap_path)
         region._creator = False
+        seals = self._seals()
+        os.unlink(self._seals_path)
         config, layout = self._cache_config, self._layout()
         check_sizes(self._vllm_config, layout)
         rows = region.create_kv_memoryview().cast("B")
@@ -178,7 +198,7 @@ class KVTierOffloadingSpec(CPUOffloadingSpec):
         site = Site(config, key_space.digest, layout.digest, self.kv_bytes_per_chunk, self._share(), codecs)
         lower, missing = open_lower_tiers(site)
         register_memory(lower, rows)
-        cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower)
+        cache = TierCache(config, geometry_of(layout, self.blocks_per_chunk), memory, memory.row, lower, seals=seals)
 
         def reopen(name: str) -> Tier:
             tier = open_tier(site, name)

@@ -73,6 +73,7 @@ class Loader:
         cache = self._cache
         self.release_hold(request)
         match = cache.tree.walk(request.chain)
+        damaged = cache.damage.lingering(match, request.chain)
         memory = cache.memory.residency.slots_of(match)
         where = np.full(memory.shape, -1, np.int8)
         lower = [level.residency.slots_of(match) for level in cache.lower]
@@ -90,12 +91,13 @@ class Loader:
                 else:
                     down |= there
         in_memory = memory != ABSENT
-        unverified = cache.checks.unverified(request, memory)
+        if damaged is not None:
+            in_memory &= ~damaged
         coming = self._coming(request, in_memory, start)
         blocked = self._blocked(request, match.blocks)[:, None]
-        available = (in_memory | coming | (where >= 0)) & ~(blocked & (~in_memory | unverified))
+        available = (in_memory | coming | (where >= 0)) & ~(blocked & ~in_memory)
         if request.refuses_to_wait:
-            available &= in_memory & ~unverified
+            available &= in_memory
         stop = reach(cache, available, start)
         if request.limit_blocks is not None:
             stop = min(stop, request.limit_blocks)
@@ -125,11 +127,6 @@ class Loader:
             if reached < stop:
                 request.cut_reason = MissReason.NO_ROOM
                 stop, window = reached, slice(start, reached)
-        unverified &= needed & in_memory
-        if urgency < Urgency.SPECULATIVE and unverified[window].any():
-            unverified[:start] = unverified[stop:] = False
-            cache.checks.verify(request, unverified, memory, urgency)
-            pending |= unverified
         states = np.zeros((stop - start, cache.groups), np.uint8)
         states[(in_memory & available)[window]] = BlockState.HIT
         states[pending[window]] = BlockState.PENDING
@@ -161,7 +158,6 @@ class Loader:
             mine = promotion.groups == group
             good = mine & ok
             if good.any():
-                cache.checks.brought(promotion.memory_slots[good])
                 cache.levels.publish_in_memory(
                     promotion.chain, group, promotion.blocks[good], promotion.memory_slots[good], promotion.start
                 )
@@ -194,7 +190,7 @@ class Loader:
             promotion.late = True
             self._hung.add(promotion)
         self.forget(request)
-        request.waits_no_more()
+        request.awaited.clear()
 
     def reset(self) -> None:
         """Everything in flight is for nobody: its rows are given back when the reads end."""

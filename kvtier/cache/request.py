@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,6 @@ from kvtier.cache.lease import Lease
 from kvtier.model.keys import Chain, chain_length
 from kvtier.model.request import MissReason, RequestContext
 from kvtier.place.hints import Hint
-
-if TYPE_CHECKING:
-    from kvtier.cache.checks import Check
 
 States = npt.NDArray[np.uint8]
 
@@ -54,8 +50,6 @@ class CachedRequest:
     context: RequestContext
     chain: Chain
     known_blocks: int
-    # Checks of memory rows that ended before it arrived say nothing to it.
-    checked_after: int = 0
     hold: Lease | None = None
     load: Lease | None = None
     plan: LoadPlan | None = None
@@ -69,7 +63,6 @@ class CachedRequest:
     asked_s: float = 0.0
     pending: dict[tuple[int, int], int] = field(default_factory=dict)
     awaited: set[tuple[int, int]] = field(default_factory=set)
-    checks: set[Check] = field(default_factory=set)  # of memory rows
     promoted_from: dict[int, str] = field(default_factory=dict)
     failed: dict[int, MissReason] = field(default_factory=dict)
     declined: int = 0
@@ -84,11 +77,6 @@ class CachedRequest:
     started: bool = False
     finished: bool = False
     ended: bool = False
-
-    def waits_no_more(self) -> None:
-        """What it waited for is not for it any more."""
-        self.awaited.clear()
-        self.checks.clear()
 
     @property
     def blocks(self) -> int:

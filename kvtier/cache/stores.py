@@ -112,7 +112,6 @@ class Storer:
                 cache.canary.compare(request, row, taken[row])
             cache.memory.release(np.array([taken[row] for row in compared], np.int32))
             done = [row for row in done if row not in request.compared]
-        cache.checks.written(np.array([taken[row] for row in done], np.int32))
         for row in done:
             self._storing.discard((key_at(request.chain, row.block), row.group))
         for group in cache.group_order:
@@ -125,8 +124,6 @@ class Storer:
         if done:
             cache.epoch += 1
             cache.memory.copied("write", len(done))
-            where = np.array(done, np.intp)
-            cache.checks.seal(request.chain, where[:, 0], where[:, 1])
             self._write_through(request.chain, done, request.context.lossy)
             if request.ended:
                 cache.writing.ended(request, cache.tree.walk(request.chain).path)
@@ -168,6 +165,7 @@ class Storer:
             if slots is not None:
                 if n < len(wanted):
                     cache.recorder.add("kvtier_stores_refused", len(wanted) - n, cache.memory.name, "no_room")
+                cache.seals.broken(slots)
                 return slots
             n //= 2
         if wanted:
@@ -252,7 +250,7 @@ class Storer:
         if not below.rows:
             del self._below[write.level]
         for block in write.blocks[transfer.damaged].tolist():
-            self._cache.checks.drop(write.chain, block)
+            self._cache.damage.found(write.chain, block)
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
         if write.generation != self._generation:
             ok[:] = False

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvtier.cache.accounting import Accounting
 from kvtier.cache.attach import Arrival
 from kvtier.cache.canary import Canary
-from kvtier.cache.checks import Check, MemoryChecks
+from kvtier.cache.damage import Damage
 from kvtier.cache.device import DeviceView
 from kvtier.cache.geometry import Geometry
 from kvtier.cache.ghosts import Ghosts
@@ -59,7 +59,7 @@ class TierCache:
     """The cache of one engine: memory rows the engine reads and writes, and any number of tiers below.
 
     `memory` is the tier whose rows the engine's worker copies from and to; `memory_row(slot)` gives a writable view of
-    one. `lower` are the tiers below, in any order: each probes its cost. `rows_of` gives a tier's capacity in rows.
+    one. `lower` are the tiers below, in any order: each probes its cost. `seals` are those the engine's worker makes.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class TierCache:
         memory_row: Callable[[int], memoryview],
         lower: Sequence[Tier] = (),
         clock: Clock | None = None,
+        seals: Seals | None = None,
     ) -> None:
         self.config = config
         self.clock = clock or MonotonicClock()
@@ -84,7 +85,7 @@ class TierCache:
         self.memory_row = memory_row
         # Opens a configured tier again, from any thread; set by the connector.
         self.reopen: Callable[[str], Tier] | None = None
-        self.seals = Seals(memory.stats().capacity_rows)
+        self.seals = seals or Seals.own(memory.stats().capacity_rows, memory.row_bytes)
         self.mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets, self.clock.now)
         self.epoch = 0
         self._watch_at_s = float("-inf")
@@ -96,7 +97,7 @@ class TierCache:
         self.group_order = self.memory.group_order
         self.seeker = Seeker(self)
         self.canary = Canary(self, config.canary_share, geometry.dtype)
-        self.checks = MemoryChecks(self)
+        self.damage = Damage(self)
         self.loader = Loader(self)
         self.storer = Storer(self)
         self.watch = Watch(self.memory, self.traffic, self.recorder)
@@ -126,7 +127,7 @@ class TierCache:
         self.levels.adopt(chain)
         known = self.tree.walk(chain).blocks
         path = self.tree.insert(chain)
-        request = CachedRequest(context, chain, known, self.checks.ended)
+        request = CachedRequest(context, chain, known)
         request.canary = self.canary.drawn(request)
         self._live.add(request)
         self.traffic.arrived()
@@ -156,7 +157,7 @@ class TierCache:
             return None
         plan = None if self.look_ahead.asked(request) else request.plan
         if plan is not None and plan.start == start and plan.waiting:
-            if (request.awaited or request.checks) and not self._overdue(request):
+            if request.awaited and not self._overdue(request):
                 return None
         elif plan is not None:
             if plan.start == start and plan.epoch == self.epoch:
@@ -196,8 +197,9 @@ class TierCache:
     def end_load(self, request: CachedRequest) -> None:
         """The engine has copied what it loaded."""
         if request.load is not None:
-            request.load.release()
-            request.load = None
+            load, request.load = request.load, None
+            load.release()
+            self.damage.loaded(request, load)
         self._let_go(request)
 
     def offer_store(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
@@ -274,8 +276,6 @@ class TierCache:
         for transfer in self.mover.collect(rows):
             if isinstance(transfer.tag, Promotion):
                 self.loader.finished(transfer)
-            elif isinstance(transfer.tag, Check):
-                self.checks.finished(transfer)
             else:
                 self.storer.finished(transfer)
 
@@ -319,7 +319,7 @@ class TierCache:
             self.loader.release_hold(request)
             self.storer.abort(request)
             self.end_load(request)
-            request.waits_no_more()
+            request.awaited.clear()
             request.limit_blocks = None
         self.levels.clear()
         self.epoch += 1

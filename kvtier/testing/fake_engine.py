@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.cache.request import BlockState, CachedRequest
 from kvtier.cache.stores import RowRef
@@ -64,13 +65,19 @@ class FakeEngine:
         return None
 
     def load(self, request: CachedRequest, start: int = 0) -> int:
-        """Load what the last lookup offered and check every byte. Returns the number of blocks."""
+        """Load what the last lookup offered and check every byte; start over if memory has damaged any, as engines do.
+        Returns the number of blocks."""
         plan = request.plan
         if plan is None or plan.blocks == 0:
             return 0
         hits = np.argwhere(plan.states == BlockState.HIT)
         rows = [RowRef(plan.start + int(block), int(group)) for block, group in hits]
-        for row, slot in zip(rows, self.cache.take_load(request, rows).tolist(), strict=True):
+        slots = self.cache.take_load(request, rows)
+        if self.cache.config.memory_checks and not all(self.cache.seals.intact(slots, self._views(slots))):
+            self.cache.end_load(request)
+            self.lookup(request, start)
+            return self.load(request, start)
+        for row, slot in zip(rows, slots.tolist(), strict=True):
             self._check(request.chain, row, slot)
         self.loaded_blocks += plan.blocks
         return plan.blocks
@@ -86,6 +93,9 @@ class FakeEngine:
             self.cache.memory_row(slot)[:] = content_of(
                 key_at(request.chain, row.block), row.group, self.cache.memory.row_bytes
             )
+        if self.cache.config.memory_checks:
+            slots = np.array([slot for _, slot in granted], np.int32)
+            self.cache.seals.set(slots, self._views(slots))
         return [row for row, _ in granted]
 
     def finish(self, request: CachedRequest, stop: StopReason = StopReason.END_TURN) -> None:
@@ -111,6 +121,9 @@ class FakeEngine:
         """Let everything that moves arrive."""
         self.cache.mover.drain(10.0)
         self.cache.poll()
+
+    def _views(self, slots: npt.NDArray[np.int32]) -> list[memoryview]:
+        return [self.cache.memory_row(slot) for slot in slots.tolist()]
 
     def _check(self, chain: bytes, row: RowRef, slot: int) -> None:
         expected = content_of(key_at(chain, row.block), row.group, self.cache.memory.row_bytes)

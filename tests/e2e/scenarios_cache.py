@@ -56,6 +56,35 @@ def round_trip(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str
     return {"stages": stages, "metrics": metrics("kvtier_")}
 
 
+def memory_changes(
+    model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str, Any], part: int = 0, ranks: int = 1
+) -> dict[str, Any]:
+    """A prompt is stored, then a bit flips in memory in every block from the third on, in one rank's part; the prompt
+    is asked again, three times."""
+    llm = start_engine(model, kvtier=kvtier, tensor_parallel_size=ranks, **engine)
+    prompt = prompt_tokens(1, tokens)
+    outputs = [ask(llm, [prompt])]
+    cache = settle(llm)
+    llm.reset_prefix_cache()
+    for segment in cache.tree.segments():
+        slots = cache.memory.residency.slots_of(cache.tree.walk(cache.tree.chain_of(segment)))
+        for slot in slots[max(2, segment.depth) : segment.stop].ravel().tolist():
+            if slot >= 0:
+                row = cache.memory_row(slot)
+                row[(2 * part + 1) * len(row) // (2 * ranks)] ^= 0x10
+    for _ in range(3):
+        outputs.append(ask(llm, [prompt]))
+        cache = settle(llm)
+        llm.reset_prefix_cache()
+    cache.check_integrity()
+    return {
+        "answers": [answers(output)[0] for output in outputs],
+        "cached": [cached_tokens(output)[0] for output in outputs],
+        "metrics": metrics("kvtier_"),
+        "leases": cache.leases(),
+    }
+
+
 def serve_once(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
     """A new process: one prompt, whatever it can be served from."""
     llm = start_engine(model, kvtier=kvtier, **engine)

@@ -159,6 +159,41 @@ def test_a_flipped_byte_is_recomputed_and_counted(run: RunScenario, tmp_path: Pa
     assert any(k.startswith("kvtier_faults_total") and v > 0 for k, v in second["metrics"].items())
 
 
+@pytest.mark.parametrize("below", [True, False], ids=["nvme", "memory-only"])
+def test_a_bit_that_flips_in_memory_is_never_served(
+    run: RunScenario, tmp_path: Path, tiny_llama: str, below: bool
+) -> None:
+    """The worker finds it while it copies; the tier below serves what memory lost, or it is computed."""
+    kvtier = options(tmp_path) if below else {"dram_bytes": "24MiB", "gate": False}
+    found = run(scenarios.memory_changes, model=tiny_llama, tokens=PROMPT_TOKENS, kvtier=kvtier, engine=POOL)
+    assert len(set(map(tuple, found["answers"]))) == 1
+    assert found["metrics"]["kvtier_faults_total{reason=corrupt,tier=dram}"] > 0
+    assert found["cached"][1] == (288 if below else 64)
+    assert found["cached"][2] == 288, "what was computed or brought up again is whole"
+    assert found["metrics"].get("kvtier_miss_tokens_total{reason=corrupt}", 0) == (0 if below else 224)
+    assert found["leases"] == 0
+
+
+def test_a_bit_that_flips_in_one_rank_is_never_served(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
+    kvtier = {"dram_bytes": "24MiB", "gate": False}
+    arguments = {"model": tiny_llama, "tokens": PROMPT_TOKENS, "engine": POOL, "part": 1, "ranks": 2}
+    found = run(scenarios.memory_changes, kvtier=kvtier, **arguments)
+    assert len(set(map(tuple, found["answers"]))) == 1
+    assert found["cached"] == [0, 64, 288, 288]
+    assert found["leases"] == 0
+
+
+def test_a_bit_that_flips_under_sliding_windows_is_never_served(run: RunScenario, tmp_path: Path) -> None:
+    kvtier = {"dram_bytes": "24MiB", "gate": False}
+    arguments = {"model": str(ALL_MODELS["tiny-gemma"]()), "tokens": PROMPT_TOKENS, "engine": POOL}
+    found = run(scenarios.memory_changes, kvtier=kvtier, **arguments)
+    assert len(set(map(tuple, found["answers"]))) == 1
+    assert found["metrics"]["kvtier_faults_total{reason=corrupt,tier=dram}"] > 0
+    # vLLM does not offer a second time what a request has found once: the next one stores it.
+    assert found["cached"] == [0, 0, 0, 288]
+    assert found["leases"] == 0
+
+
 def test_other_weights_find_nothing(run: RunScenario, tmp_path: Path, tiny_llama: str) -> None:
     arguments = {"model": tiny_llama, "tokens": PROMPT_TOKENS, "engine": POOL}
     run(scenarios.serve_once, kvtier=options(tmp_path, nvme_bytes="160MiB"), **arguments)

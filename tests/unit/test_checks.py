@@ -1,5 +1,5 @@
-"""Memory rows are sealed when they are written and verified before they are offered: a byte that changes in memory is
-never loaded. FakeEngine raises for any byte that is not what was computed."""
+"""Memory rows are sealed when they are written and verified whenever they are loaded: a byte that changes in memory
+reaches nobody's answer. FakeEngine raises for any byte that is not what was computed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvtier.cache.geometry import Geometry
+from kvtier.cache.seals import Seals
 from kvtier.cache.stores import RowRef
 from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
@@ -47,13 +48,13 @@ def end(engine: FakeEngine) -> None:
     engine.cache.close()
 
 
-def test_what_is_whole_is_loaded_after_one_wait() -> None:
+def test_what_is_whole_is_loaded_at_once() -> None:
     engine = make()
     engine.serve(range(6))
-    engine.settle()
     request = engine.open(range(6), 1)
-    assert engine.cache.lookup(request, 0) is None, "it is being verified"
-    assert engine.lookup(request) == 6
+    plan = engine.cache.lookup(request, 0)
+    assert plan is not None
+    assert plan.blocks == 6
     assert engine.run(request) == 6
     assert ("kvtier_faults", ("dram", "corrupt")) not in totals(engine)
     end(engine)
@@ -108,73 +109,67 @@ def test_a_window_is_verified_too() -> None:
     end(engine)
 
 
-def test_two_requests_share_one_check_and_each_later_one_checks_again() -> None:
+def test_a_row_that_two_requests_load_is_dropped_once() -> None:
     engine = make()
     engine.serve(range(6))
-    engine.settle()
     first, second = engine.open(range(6), 1), engine.open(range(6), 1)
-    assert engine.cache.lookup(first, 0) is None
-    assert engine.cache.lookup(second, 0) is None
-    assert engine.lookup(second) == engine.lookup(first) == 6
-    engine.run(first)
-    engine.run(second)
+    assert engine.lookup(first) == engine.lookup(second) == 6
     flip(engine, range(6), 1)
-    assert engine.serve(range(6)) == 1
+    totals(engine)
+    rows = [RowRef(block, 0) for block in range(6)]
+    slots = [engine.cache.take_load(request, rows) for request in (first, second)]
+    views = [engine.cache.memory_row(slot) for slot in slots[0].tolist()]
+    assert engine.cache.seals.intact(slots[0], views) == [block != 1 for block in range(6)]
+    for request in (first, second):
+        engine.cache.end_load(request)
+        assert engine.lookup(request) == 1
+        engine.run(request)
+    assert totals(engine)["kvtier_faults", ("dram", "corrupt")] == 2, "once for each load that met it"
+    assert engine.serve(range(6)) == 6, "what was computed again is whole"
     end(engine)
 
 
-def test_a_damaged_row_another_request_is_loading_is_not_waited_for() -> None:
+def test_a_slot_that_is_given_away_loses_its_mark() -> None:
+    engine = make()
+    engine.serve(range(CAPACITY))
+    flip(engine, range(CAPACITY), 0)
+    engine.serve(range(CAPACITY))
+    for prompt in range(1, 5):
+        tokens = range(prompt * 1000, prompt * 1000 + CAPACITY - 1)
+        engine.serve(tokens)
+        assert engine.serve(tokens) == len(tokens)
+    end(engine)
+
+
+def test_a_load_that_is_reset_takes_nothing_with_it() -> None:
     engine = make()
     engine.serve(range(6))
-    engine.settle()
     loading = engine.open(range(6), 1)
     assert engine.lookup(loading) == 6
-    engine.cache.take_load(loading, [RowRef(block, 0) for block in range(6)])
     flip(engine, range(6), 3)
-    late = engine.open(range(6), 1)
-    assert engine.lookup(late, patience=5) == 3
-    assert engine.run(late) == 3
+    slots = engine.cache.take_load(loading, [RowRef(block, 0) for block in range(6)])
+    engine.cache.reset()
+    engine.cache.seals.intact(slots, [engine.cache.memory_row(slot) for slot in slots.tolist()])
     engine.cache.end_load(loading)
     engine.finish(loading)
-    assert engine.serve(range(6)) == 3
-    end(engine)
-
-
-def test_what_ends_or_is_reset_while_it_is_verified_holds_nothing() -> None:
-    engine = make()
-    engine.serve(range(6))
-    engine.settle()
-    gone, void = engine.open(range(6), 1), engine.open(range(6), 1)
-    engine.cache.lookup(gone, 0)
-    engine.cache.lookup(void, 0)
-    engine.finish(gone)
-    engine.cache.reset()
-    assert engine.lookup(void) == 0
-    assert engine.run(void) == 0
-    engine.settle()
+    assert engine.serve(range(6)) == 0
     assert engine.serve(range(6)) == 6
     end(engine)
 
 
-def test_a_request_past_its_deadline_is_offered_nothing_unverified() -> None:
-    engine = make()
-    clock = engine.cache.clock
-    assert isinstance(clock, VirtualClock)
-    engine.serve(range(6))
-    engine.settle()
-    request = engine.open(range(6), 1)
-    assert engine.cache.lookup(request, 0) is None
-    clock.advance(100.0)
-    plan = engine.cache.lookup(request, 0)  # nothing was polled: the check is not known to have ended
-    assert plan is not None
-    assert plan.blocks == 0
-    engine.run(request)
-    end(engine)
-
-
-def test_rows_that_wait_for_seals_never_fill_memory() -> None:
-    engine = make()
-    for prompt in range(40):
-        engine.serve(range(prompt * 100, prompt * 100 + 12))
-    assert engine.cache.memory.residency.resident_rows > CAPACITY // 2
-    end(engine)
+def test_every_rank_seals_its_own_part() -> None:
+    shared = np.zeros((4, 2), np.uint64)
+    seals = Seals(shared, 24)
+    row = bytearray(range(56))  # two parts of 24 and padding
+    slots = np.array([2], np.int32)
+    seals.set_part(2, 0, memoryview(row)[:24])
+    seals.set_part(2, 1, memoryview(row)[24:48])
+    row[50] ^= 1
+    assert seals.intact(slots, [memoryview(row)]) == [True], "padding is nobody's"
+    row[30] ^= 1
+    assert seals.intact_part(2, 0, memoryview(row)[:24])
+    assert not seals.damaged(slots).any()
+    assert not seals.intact_part(2, 1, memoryview(row)[24:48])
+    assert Seals(shared, 24).damaged(np.array([1, 2], np.int32)).tolist() == [False, True]
+    seals.broken(slots)
+    assert seals.intact(slots, [memoryview(row)]) == [True], "nothing is known of a slot that is written anew"
