@@ -5,7 +5,8 @@ number per segment and no bytes. The running lead of one over the other, in hit 
 follows. A change of mind needs the lead to have turned by more than its own noise since its last extreme, so that both
 a forecast that was never good and one that has gone bad are left behind, and neither is flattered by old merits.
 
-The tier starts with the forecast: its prior is LRU (predict/hazard.py), so a cold start costs nothing.
+A tier of memory starts with the forecast: its prior is LRU (predict/hazard.py), so a cold start costs nothing. A large one
+starts with LRU: where a good part of all that returns fits, the forecast has little to win, and shows it before it is used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvtier.predict.forecast import Forecast
 
 HALF_LIFE_REQUESTS = 3000.0
 DEVIATIONS = 1.5  # of the lead's noise, by which it must turn
+LARGE_TIERS = frozenset({"nvme", "pool", "shared_fs"})  # usually more than a fifth of the footprint
 
 
 class Shadow:
@@ -59,7 +61,7 @@ class Guard:
         self._lead = 0.0
         self._squares = 0.0
         self._extreme = 0.0  # of the lead since the last change of mind: highest while trusting, else lowest
-        self.trusts_forecast = True
+        self.trusts_forecast = view.name not in LARGE_TIERS
         self.switches = 0
 
     @property

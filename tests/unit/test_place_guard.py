@@ -37,6 +37,17 @@ def test_starts_with_the_forecast_and_stays_while_it_earns(guard: Guard) -> None
     assert guard.lead_blocks > 0
 
 
+@pytest.mark.parametrize("name", ["nvme", "pool", "shared_fs"])
+def test_a_large_tier_begins_with_lru_and_follows_a_forecast_that_has_shown_its_worth(name: str) -> None:
+    tier = SimTier(PrefixTree(key_bytes=1), 8, name)
+    guard = Guard(tier, Forecast(tier.tree), Recency(tier.tree), 0)
+    feed(guard, -2.0, 5000)
+    assert not guard.trusts_forecast
+    assert guard.switches == 0
+    feed(guard, 2.0, 5000)
+    assert guard.trusts_forecast
+
+
 def test_leaves_a_bad_forecast_at_a_bounded_loss(guard: Guard) -> None:
     lost = -feed(guard, -2.0, 20_000)
     assert not guard.trusts_forecast
