@@ -5,8 +5,8 @@ number per segment and no bytes. The running lead of one over the other, in hit 
 follows. A change of mind needs the lead to have turned by more than its own noise since its last extreme, so that both
 a forecast that was never good and one that has gone bad are left behind, and neither is flattered by old merits.
 
-A tier of memory starts with the forecast: its prior is LRU (predict/hazard.py), so a cold start costs nothing. A large one
-starts with LRU: where a good part of all that returns fits, the forecast has little to win, and shows it before it is used.
+A tier of memory starts with the forecast: its prior is LRU (predict/hazard.py), so a cold start costs nothing. A large
+tier starts with LRU: where a good part of all that returns fits, a forecast has little to win and must earn it first.
 """
 
 from __future__ import annotations
