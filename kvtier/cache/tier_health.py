@@ -161,4 +161,5 @@ class TierHealth:
         if not self._measured:
             return False
         expected_s = (self.read if read else self.write).probed_s(n_bytes)
-        return seconds > max(self.limits.slow_floor_s, self.limits.slow_factor * expected_s)
+        floor_s = self.limits.slow_floor_s if read else self.limits.slow_write_floor_s
+        return seconds > max(floor_s, self.limits.slow_factor * expected_s)

@@ -27,7 +27,8 @@ class BreakerState(Enum):
 
 class BreakerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """When a breaker acts. Errors are bad outcomes, and so are calls that took `slow_factor` times what the tier's
-    probed curve says and more than `slow_floor_s`: less is what a busy machine does to anything.
+    probed curve says and more than `slow_floor_s`, writes `slow_write_floor_s`: less is what a busy machine does to
+    anything, and to what is synced most. Nobody waits for a write; that it is slow says less about reads.
 
     `bad` bad outcomes among the last `window` open it. It stays open for `first_pause_s`, doubled on every relapse up
     to `longest_pause_s`, each time shortened by up to half at random. `trials` good outcomes in a row close it. A trial
@@ -38,6 +39,7 @@ class BreakerLimits(msgspec.Struct, frozen=True, kw_only=True):
     bad: int = 5
     slow_factor: float = 20.0
     slow_floor_s: float = 0.05
+    slow_write_floor_s: float = 0.5
     first_pause_s: float = 0.5
     longest_pause_s: float = 60.0
     trials: int = 2

@@ -100,9 +100,10 @@ def serve_once(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str
 
 
 def crowd(
-    model: str, requests: int, kvtier: dict[str, Any] | None, engine: dict[str, Any], seed: int = 0
+    model: str, requests: int, kvtier: dict[str, Any] | None, engine: dict[str, Any], seed: int = 0, below: int = 0
 ) -> dict[str, Any]:
-    """Many requests at once that share prefixes, three rounds, on a device pool too small for them."""
+    """Many requests at once that share prefixes, three rounds, on a device pool too small for them; then what they
+    share, `below` times, when device and memory have forgotten it."""
     llm = start_engine(model, kvtier=kvtier, **engine)
     draw = random.Random(seed)
     shared = [prompt_tokens(100 + i, 160) for i in range(5)]
@@ -113,6 +114,13 @@ def crowd(
             for _ in range(requests)
         ]
         rounds.append(answers(ask(llm, prompts, max_tokens=40)))
+    for _ in range(below):
+        if kvtier is not None:
+            cache = settle(llm)
+            wipe_device(llm)
+            cache.memory.clear()
+            cache.epoch += 1
+        rounds.append(answers(ask(llm, shared)))
     result: dict[str, Any] = {"rounds": rounds, "preemptions": metrics("vllm:num_preemptions_total")}
     if kvtier is not None:
         cache = settle(llm)
@@ -228,31 +236,35 @@ def start_badly(model: str, kvtier: dict[str, Any], engine: dict[str, Any]) -> s
 def crowd_over_a_failing_tier(
     model: str, requests: int, kvtier: dict[str, Any], engine: dict[str, Any]
 ) -> dict[str, Any]:
-    """The crowd, while a third of what the tier below moves fails in one way or another, and one read hangs."""
+    """The crowd, while every second of the first calls into the tier below fails in one way or another, and the last
+    of them hangs. One row a call, and a breaker that only a hang opens: a busy machine meets the faults of an idle one.
+    """
     from kvtier.cache.tier_cache import TierCache
-    from kvtier.testing.faulty_tier import Fault, FaultKind, FaultyTier, Seeded
+    from kvtier.testing.faulty_tier import Fault, FaultKind, FaultyTier, Script
+    from kvtier.tiers.health import BreakerLimits
 
-    class Plan(Seeded):
-        def faults(self, op: str, call: int, n_rows: int) -> list[Fault]:
-            stall = [Fault(op, call, FaultKind.DELAY, delay_s=3.0)] if (op, call) == ("read", 3) else []
-            return [*super().faults(op, call, n_rows), *stall]
-
-    kinds = (FaultKind.EIO, FaultKind.ENOSPC, FaultKind.SHORT, FaultKind.FLIP)
+    eio, enospc, short, flip = FaultKind.EIO, FaultKind.ENOSPC, FaultKind.SHORT, FaultKind.FLIP
+    script = [Fault("write", 1 + 2 * i, kind) for i, kind in enumerate((eio, enospc, short, flip, enospc, flip))]
+    script += [Fault("read", 1 + 2 * i, kind) for i, kind in enumerate((eio, flip, short, eio, flip))]
+    script.append(Fault("read", 11, FaultKind.DELAY, delay_s=5.0))
     faulty: list[FaultyTier] = []
     opened = TierCache.__init__
 
     def over_a_failing_tier(
         self: TierCache, config: Any, geometry: Any, memory: Any, row: Any, lower: Any, *more: Any
     ) -> None:
-        faulty.extend(FaultyTier(tier, Plan(1, 0.3, kinds)) for tier in lower)
+        faulty.extend(FaultyTier(tier, Script(script)) for tier in lower)
         opened(self, config, geometry, memory, row, faulty, *more)
+        for level in self.lower:
+            level.health.breaker._limits = BreakerLimits(bad=1000)
 
     TierCache.__init__ = over_a_failing_tier  # type: ignore[method-assign]
     try:
-        result = crowd(model, requests, kvtier, engine)
+        result = crowd(model, requests, kvtier, engine, below=2)
     finally:
         TierCache.__init__ = opened  # type: ignore[method-assign]
-    return {**result, "injected": sum(sum(tier.injected.values()) for tier in faulty)}
+    (tier,) = faulty
+    return {**result, "injected": {kind.value: n for kind, n in tier.injected.items() if n}, "calls": tier._calls}
 
 
 def canaries(model: str, tokens: int, kvtier: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A day of agents in virtual time: sessions that return, crowds, aborts, faults, resets, tiers that go and come back.
 
 What must stay bounded is measured after a warm-up, half-way and at the end: bytes by tracemalloc, and every book the
-cache keeps by its length. Three hours by default, the whole day with KVTIER_SOAK set (`make soak`).
+cache keeps by its length; and every hour how many blocks Python's allocator has given out. Three hours by default, the
+whole day with KVTIER_SOAK set (`make soak`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import tracemalloc
 
 import numpy as np
@@ -121,11 +123,12 @@ def test_a_day_of_traffic_leaves_nothing_behind(policy: str, groups: int, window
     tracemalloc.start()
     try:
         before = day.books()
-        traced_bytes = []
+        traced_bytes, allocated = [], []
         for hour in range(1, HOURS):
             day.hour()
+            gc.collect()
+            allocated.append(sys.getallocatedblocks())
             if hour in (HOURS // 2, HOURS - 1):
-                gc.collect()
                 traced_bytes.append(tracemalloc.get_traced_memory()[0])
         half_way_bytes, grown_bytes = traced_bytes
     finally:
@@ -139,8 +142,10 @@ def test_a_day_of_traffic_leaves_nothing_behind(policy: str, groups: int, window
     # What is still there of all that was allocated since: what the bounded books hold, not what hours add.
     assert grown_bytes < 6 << 20, f"{grown_bytes} bytes kept after {HOURS} hours, books {after}"
     assert grown_bytes - half_way_bytes < 1 << 20, f"{half_way_bytes} bytes at half-time, {grown_bytes} at the end"
+    early, late = (max(allocated[part]) for part in (slice(HOURS // 2), slice(HOURS // 2, None)))
+    assert late < 1.05 * early, f"blocks allocated, hour by hour: {allocated}"
     print(f"{HOURS} hours: {half_way_bytes}, then {grown_bytes} bytes kept, {day.engine.loaded_blocks} blocks loaded")
-    print(after)
+    print(f"{early} blocks allocated at most in the first half, {late} in the second; {after}")
     assert day.engine.loaded_blocks > 300 * HOURS
     assert day.faults > HOURS
     assert day.cache.leases() == 0

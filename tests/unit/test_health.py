@@ -7,8 +7,11 @@ import threading
 
 import pytest
 
+from kvtier.cache.tier_health import ON_TRIAL, TierHealth
+from kvtier.observe.metrics import Recorder
 from kvtier.testing.clock import VirtualClock
 from kvtier.tiers.health import Breaker, BreakerLimits, BreakerState
+from kvtier.tiers.protocol import RowId, RowStatus, TierProbe
 
 
 def make(clock: VirtualClock, seed: int = 0, **limits: float) -> Breaker:
@@ -198,3 +201,38 @@ def test_random_outcomes_never_break_the_rules(seed: int) -> None:
         opened = breaker.opened
         clock.advance(draw.random())
     assert opened > 10
+
+
+@pytest.mark.parametrize(
+    ("read", "seconds", "state"),
+    [
+        (True, 0.04, BreakerState.CLOSED),
+        (True, 0.2, BreakerState.OPEN),
+        (False, 0.2, BreakerState.CLOSED),
+        (False, 0.6, BreakerState.OPEN),
+    ],
+)
+def test_slow_reads_open_it_sooner_than_slow_writes(read: bool, seconds: float, state: BreakerState) -> None:
+    """A busy disk syncs small rows in 100 ms where it was probed with 1: nobody waits for that."""
+    health = TierHealth("nvme", VirtualClock(), Recorder(), TierProbe(0.001, 1e9, 0.001, 1e9))
+    row = RowId(bytes(32), b"", 0)
+    for _ in range(health.limits.bad):
+        assert health.breaker.state is BreakerState.CLOSED
+        health.note([row], [RowStatus.OK], [(4096, seconds)], read, 4096, seconds)
+    assert health.breaker.state is state
+    assert health.breaker.last_reason == ("slow" if state is BreakerState.OPEN else "")
+
+
+def test_a_tier_that_was_never_measured_is_tried_and_is_not_slow() -> None:
+    clock, recorder = VirtualClock(), Recorder()
+    health = TierHealth("pool", clock, recorder, ON_TRIAL)
+    health.on_trial()
+    assert not health.usable()
+    clock.advance(1.0)
+    row = RowId(bytes(32), b"", 0)
+    for _ in range(health.limits.trials):
+        assert health.usable()
+        health.sent()
+        health.note([row], [RowStatus.OK], [(4096, 30.0)], True, 4096, 30.0)
+    assert health.breaker.state is BreakerState.CLOSED
+    assert recorder.drain()[0]["kvtier_faults", ("pool", "probe_failed")] == 1
