@@ -165,4 +165,5 @@ def _device_pages() -> list[Any]:
     """The device's KV tensors as the copy worker sees them: (blocks, page bytes) each."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().connector_worker.worker._device
+    worker = get_kv_transfer_group().connector_worker.worker
+    return getattr(worker, "inner", worker)._device
