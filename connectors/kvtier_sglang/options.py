@@ -31,6 +31,8 @@ _VLLM_KEYS = (
     "prices_file", "store_generated", "lossy_requests",
 )  # fmt: skip
 
+_FOR_HINTS = ("control", "hint_pin_bytes")
+
 
 def cache_config(extra_config: Mapping[str, Any] | None) -> CacheConfig:
     """The checked configuration. Raises ConfigError saying what to change."""
@@ -48,7 +50,8 @@ def cache_config(extra_config: Mapping[str, Any] | None) -> CacheConfig:
     unset = CacheConfig()
     for key in _VLLM_KEYS:
         if getattr(config, key) != getattr(unset, key):
-            raise ConfigError(f"{key} has no effect under SGLang, only under vLLM; remove it")
+            instead = "; docs/sglang.md says what to send instead of hints" if key in _FOR_HINTS else ""
+            raise ConfigError(f"{key} has no effect under SGLang, only under vLLM; remove it{instead}")
     if not configured_tiers(config):
         raise ConfigError(
             'kvtier has no tier to keep pages in; set nvme_path and nvme_bytes, for example "nvme_path": "/cache", '

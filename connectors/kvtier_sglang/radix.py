@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 
+from kvtier.clock import Clock, MonotonicClock
 from kvtier.errors import ConfigError
 from kvtier_sglang import hooks
 from kvtier_sglang.request_feed import RequestFeed
@@ -29,6 +30,8 @@ class KVTierEvictionStrategy(EvictionStrategy):
 
     `ghost_blocks` pages are remembered beyond what the device holds; `guarded` false trusts the forecast blindly.
     """
+
+    clock: Clock = MonotonicClock()
 
     def __init__(self, ghost_blocks: int = 200_000, guarded: bool = True) -> None:
         """Raises ConfigError under the Rust tree core, which cannot ask a policy written in Python."""
@@ -56,7 +59,7 @@ class KVTierEvictionStrategy(EvictionStrategy):
         if self._requests is None:
             page_tokens = int(getattr(scheduler, "page_size", 1) or 1)
             pages = max(1, int(scheduler.max_total_num_tokens) // page_tokens)
-            self._requests = RequestFeed(page_tokens, pages, self._ghost_blocks, self._guarded)
+            self._requests = RequestFeed(page_tokens, pages, self._ghost_blocks, self._guarded, self.clock)
             logger.info("kvtier: evicting from a radix tree of %d pages of %d tokens by forecast", pages, page_tokens)
         self._requests.stepped(requests)
 

@@ -6,7 +6,6 @@ they only order evictions, so a collision costs a bad guess and nothing else.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import xxhash
 
 from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.locator import Locator
+from kvtier.clock import Clock
 from kvtier.index.tree import PrefixTree, Segment
 from kvtier.model.request import Outcome, RequestContext, StopReason
 from kvtier.place.worth import WorthPolicy
@@ -56,8 +56,9 @@ class DeviceView:
 class RequestFeed:
     """Turns SGLang's requests into visits of kvtier's policy. One thread."""
 
-    def __init__(self, page_tokens: int, capacity_pages: int, ghost_blocks: int, guarded: bool) -> None:
+    def __init__(self, page_tokens: int, capacity_pages: int, ghost_blocks: int, guarded: bool, clock: Clock) -> None:
         self._page_tokens = page_tokens
+        self._clock = clock
         self.tree = PrefixTree(_KEY_BYTES)
         view = DeviceView(self.tree, capacity_pages)
         self.policy = WorthPolicy(view, guarded=guarded)
@@ -71,10 +72,9 @@ class RequestFeed:
         """Whether the forecast orders evictions now."""
         return self.policy.guard is None or self.policy.guard.trusts_forecast
 
-    @staticmethod
-    def now() -> float:
+    def now(self) -> float:
         """Seconds of the policy's clock."""
-        return time.monotonic()
+        return self._clock.now()
 
     def stepped(self, requests: Sequence[Any]) -> None:
         """Requests seen for the first time arrived; those that finished have ended."""

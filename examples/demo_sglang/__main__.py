@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="use the model in this Hugging Face folder")
     options = parser.parse_args()
     console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # no server outlives its demo
     root = cache_root() / "demo"  # not /tmp: that may lie in memory, and the nvme tier belongs on a disk
     root.mkdir(parents=True, exist_ok=True)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,16 @@ def kvtier_storage(folder: Path, **options: Any) -> dict[str, Any]:
     return {**engine, "interface_v1": 1, "nvme_path": str(folder), "nvme_bytes": "128MiB", **options}
 
 
-def run_in_sglang(scenario: Callable[[str], Any], folder: Path) -> Any:
-    """Call `scenario(folder)` in a process of SGLang's environment, and return its JSON result."""
+def run_in_sglang(
+    scenario: Callable[..., Any], folder: Path, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> Any:
+    """Call `scenario(folder, **arguments)` in a process of SGLang's environment, and return its JSON result."""
     path = os.pathsep.join(str(REPOSITORY / part) for part in ("tests/sglang/cpu", "", "connectors", "kernels"))
-    environment = {**ENVIRONMENT, "PYTHONPATH": path}
     return run_scenario(
         scenario,
         work_folder=folder,
-        arguments={"folder": str(folder)},
-        environment=environment,
+        arguments={"folder": str(folder), **arguments},
+        environment={**ENVIRONMENT, "PYTHONPATH": path, **(environment or {})},
         timeout_s=600,
         python=sglang_python(),
     )

@@ -144,7 +144,7 @@ def aborted_requests(folder: str, rounds: int = 30) -> dict[str, Any]:
     return {"fetched": fetched, "found": found, "same_bytes": arrived == written, "leases": leases}
 
 
-def failing_calls(folder: str, prompts: int = 20, rounds: int = 3) -> dict[str, Any]:
+def failing_calls(folder: str, prompts: int = 30, rounds: int = 2) -> dict[str, Any]:
     """SGLang's own failure injector on, from the first write: what is found has the right bytes, and tokens and misses
     are conserved."""
     from sglang.srt.environ import envs

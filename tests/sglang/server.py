@@ -22,6 +22,8 @@ from kvtier.testing.scenario import end_process_group
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_PLUGIN = Path(__file__).resolve().parent / "cpu"
 ADMIN_KEY = "kvtier-tests"
+ENVIRONMENT_CLOCK = "KVTIER_TEST_CLOCK"
+"""Names a file that holds the seconds which the radix policy takes for the time (tests/sglang/cpu)."""
 PAGE_TOKENS = 16
 _START_S = 900.0
 _REQUEST_S = 300.0

@@ -15,9 +15,22 @@ _WAIT_S = 60.0
 
 
 class Stack:
-    """Device pool, allocator, radix tree, host pool and storage level as one rank of SGLang has them."""
+    """Device pool, allocator, radix tree, host pool and storage level as one rank of SGLang has them.
 
-    def __init__(self, pool: str, layout: str, folder: str, **options: Any) -> None:
+    `options` are the storage level's, beside an nvme tier in `folder`; without a folder there is no storage level.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        layout: str,
+        folder: str = "",
+        *,
+        device_tokens: int = DEVICE_TOKENS,
+        host_ratio: float = 2.0,
+        policy: str = "lru",
+        **options: Any,
+    ) -> None:
         import torch
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -30,19 +43,22 @@ class Stack:
             "device": "cpu",
             "page_size": PAGE_TOKENS,
             "enable_hierarchical_cache": True,
-            "hicache_ratio": 2.0,
+            "hicache_ratio": host_ratio,
             "hicache_io_backend": "kernel" if layout == "page_first" else "direct",
             "hicache_mem_layout": layout,
             "hicache_write_policy": "write_through",
-            "hicache_storage_backend": "dynamic",
-            "hicache_storage_prefetch_policy": "wait_complete",
-            "hicache_storage_backend_extra_config": json.dumps({**_storage(folder), **options}),
         }
+        if folder:
+            settings |= {
+                "hicache_storage_backend": "dynamic",
+                "hicache_storage_prefetch_policy": "wait_complete",
+                "hicache_storage_backend_extra_config": json.dumps({**_storage(folder), **options}),
+            }
         self._settings = get_context().override_server_args(**settings)
         server = self._settings.install()
-        self.pool = _device_pool(pool)
+        self.pool = _device_pool(pool, device_tokens)
         self.allocator = PagedTokenToKVPoolAllocator(
-            DEVICE_TOKENS, PAGE_TOKENS, torch.float32, "cpu", self.pool, need_sort=False
+            device_tokens, PAGE_TOKENS, torch.float32, "cpu", self.pool, need_sort=False
         )
         params = CacheInitParams(
             disable=False,
@@ -51,11 +67,12 @@ class Stack:
             page_size=PAGE_TOKENS,
             tp_cache_group=torch.distributed.group.WORLD,
             enable_kv_cache_events=False,
+            eviction_policy=policy,
             tree_components=(ComponentType.FULL,),
         )
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(server, params)
-        backend = self.tree.cache_controller.storage_backend
+        backend = self.tree.cache_controller.storage_backend if folder else None
         self.storage = getattr(backend, "_backend", backend)  # behind SGLang's failure injector, if that is on
 
     def buffers(self) -> list[Any]:
@@ -91,7 +108,7 @@ class Stack:
         written = self.bytes_at(indices)
         self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=indices))
         rows = self.storage.cache.geometry.groups * len(tokens) // PAGE_TOKENS if stored else 0
-        self._until(lambda: self.rows() >= rows and not self.tree.ongoing_backup)
+        self.until(lambda: self.rows() >= rows and not self.tree.ongoing_backup)
         return written
 
     def rows(self) -> int:
@@ -120,7 +137,7 @@ class Stack:
     def prefetch(self, tokens: list[int], request: str, **whose: str) -> int:
         """Tokens that the storage level brought to the host for this request."""
         handle = self.begin_prefetch(tokens, request, **whose)
-        self._until(lambda: self.tree.check_prefetch_progress(handle))
+        self.until(lambda: self.tree.check_prefetch_progress(handle))
         return int(self.tree.pop_prefetch_loaded_tokens(handle))
 
     def load_back(self, tokens: list[int]) -> tuple[int, list[bytes]]:
@@ -129,12 +146,18 @@ class Stack:
         match = self.match(tokens)
         found = int(match.host_hit_length)
         if found:
-            assert self.tree.load_back(match.best_match_node)
-            self.tree.ready_to_load_host_cache()
-            for ack in list(self.tree.cache_controller.ack_load_queue):
-                ack.finish_event.synchronize()
-            self.tree.loading_check()
+            self.load(match)
         return found, self.bytes_at(self.tree.path_device_indices(self.match(tokens).last_device_node))
+
+    def load(self, match: Any) -> bool:
+        """Bring what a match found on the host to the device. False if there is no room."""
+        if not self.tree.load_back(match.best_match_node):
+            return False
+        self.tree.ready_to_load_host_cache()
+        for ack in list(self.tree.cache_controller.ack_load_queue):
+            ack.finish_event.synchronize()
+        self.tree.loading_check()
+        return True
 
     def close(self) -> None:
         """End the storage threads and close kvtier's tiers."""
@@ -144,7 +167,7 @@ class Stack:
         self.tree.shutdown()
         self._settings.restore()
 
-    def _until(self, done: Callable[[], bool]) -> None:
+    def until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _WAIT_S
         while True:
             self.tree.check_hicache_events()
@@ -167,12 +190,12 @@ def _storage(folder: str) -> dict[str, Any]:
     }
 
 
-def _device_pool(kind: str) -> Any:
+def _device_pool(kind: str, tokens: int) -> Any:
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     common = {
-        "size": DEVICE_TOKENS,
+        "size": tokens,
         "page_size": PAGE_TOKENS,
         "dtype": torch.float32,
         "layer_num": 3,

@@ -83,8 +83,8 @@ def test_calls_that_fail_at_random_give_no_wrong_byte(without_a_server: Any) -> 
     rows = 2 * scenarios.TOKENS // PAGE_TOKENS
     assert {0, rows} <= set(found["kept"]), "some writes went through, some did not"
     assert {0, scenarios.TOKENS} <= set(found["loads"]), "some reads went through, some did not"
-    not_written, read_failed = ["evicted", "never_seen"], ["not_taken"]  # evicted: seen before, and in no tier
-    assert found["reasons"] == not_written + read_failed
+    not_written, read_failed = {"evicted", "never_seen"}, {"not_taken"}  # evicted: seen before, and in no tier
+    assert read_failed < set(found["reasons"]) <= not_written | read_failed
 
 
 def test_a_path_that_is_no_folder_is_one_clear_error(without_a_server: Any) -> None:
@@ -132,6 +132,9 @@ def test_every_level_gives_the_same_answer(
         seen["restart"] = server.cached_tokens(prompt)
         server.wait_counted(WHOLE, "nvme")
         assert_conserved(server.metrics())
+        server.flush()
+        server.generate(prompt, max_tokens=0)  # what a tool runner sends while the tool still runs (docs/sglang.md)
+        assert server.cached_tokens([*prompt, *prompt_tokens(1, 100)])["device"] == WHOLE
     where = {name: [found[level] for level in ("device", "host", "storage")] for name, found in seen.items()}
     expected = {"cold": [0, 0, 0], "device": [WHOLE, 0, 0], "host": [0, WHOLE, 0], "storage": [0, 0, WHOLE]}
     assert where == expected | {"restart": [0, 0, WHOLE]}

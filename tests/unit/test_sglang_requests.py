@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.model.request import StopReason
+from kvtier.testing.clock import VirtualClock
 from kvtier_sglang.request_feed import RequestFeed, _stop_reason
 
 PAGE = 4
@@ -63,7 +64,7 @@ def served(feed: RequestFeed, rid: str, tokens: list[int], output: list[int] | N
 
 
 def test_a_node_finds_the_segment_of_its_last_page() -> None:
-    feed = RequestFeed(PAGE, 100, 1_000, guarded=True)
+    feed = RequestFeed(PAGE, 100, 1_000, guarded=True, clock=VirtualClock())
     prompt, output = list(range(12)), [50, 51, 52, 53, 54]
     served(feed, "a", prompt, output)
     root = Node(None, None)
@@ -75,7 +76,7 @@ def test_a_node_finds_the_segment_of_its_last_page() -> None:
 
 
 def test_splitting_a_node_does_not_change_where_it_ends() -> None:
-    feed = RequestFeed(PAGE, 100, 1_000, guarded=True)
+    feed = RequestFeed(PAGE, 100, 1_000, guarded=True, clock=VirtualClock())
     served(feed, "a", list(range(16)))
     root = Node(None, None)
     whole = node(root, list(range(16)))
@@ -87,7 +88,7 @@ def test_splitting_a_node_does_not_change_where_it_ends() -> None:
 
 
 def test_adapters_and_salts_are_other_trees() -> None:
-    feed = RequestFeed(PAGE, 100, 1_000, guarded=True)
+    feed = RequestFeed(PAGE, 100, 1_000, guarded=True, clock=VirtualClock())
     served(feed, "a", list(range(8)), extra_key="adapter")
     root = Node(None, None)
     assert feed.segment_of(node(root, list(range(8)), extra_key="adapter")) is not None
@@ -96,14 +97,14 @@ def test_adapters_and_salts_are_other_trees() -> None:
 
 
 def test_speculative_keys_are_left_to_recency() -> None:
-    feed = RequestFeed(PAGE, 100, 1_000, guarded=True)
+    feed = RequestFeed(PAGE, 100, 1_000, guarded=True, clock=VirtualClock())
     served(feed, "a", list(range(8)))
     assert feed.segment_of(node(Node(None, None), list(range(8)), is_bigram=True)) is None
 
 
 def test_what_returns_is_worth_more_than_what_never_did() -> None:
     """Without the guard the forecast alone orders: a prompt that came back often outlives a one-off of the same age."""
-    feed = RequestFeed(PAGE, 1_000, 10_000, guarded=False)
+    feed = RequestFeed(PAGE, 1_000, 10_000, guarded=False, clock=VirtualClock())
     for number in range(300):
         served(feed, f"one-off {number}", [10_000 + number * 100 + i for i in range(16)])
         served(feed, f"again {number}", list(range(16)))
@@ -117,7 +118,7 @@ def test_what_returns_is_worth_more_than_what_never_did() -> None:
 
 
 def test_the_tree_is_bounded() -> None:
-    feed = RequestFeed(PAGE, 50, 200, guarded=True)
+    feed = RequestFeed(PAGE, 50, 200, guarded=True, clock=VirtualClock())
     for number in range(400):
         served(feed, f"r{number}", [number * 1_000 + i for i in range(40)])
     assert feed.tree.blocks <= 260
@@ -125,7 +126,7 @@ def test_the_tree_is_bounded() -> None:
 
 
 def test_a_request_is_one_visit_however_many_steps_it_is_in() -> None:
-    feed = RequestFeed(PAGE, 50, 200, guarded=False)
+    feed = RequestFeed(PAGE, 50, 200, guarded=False, clock=VirtualClock())
     told: list[str] = []
     feed.policy.on_arrival = lambda *_: told.append("arrival")  # type: ignore[method-assign]
     feed.policy.on_finish = lambda *_: told.append("finish")  # type: ignore[method-assign]

@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,19 @@ def install() -> None:
     if not hasattr(torch.cpu.Stream, "synchronize"):
         torch.cpu.Stream.synchronize = lambda self: None
     _attend_to_latents()
+    if "KVTIER_TEST_CLOCK" in os.environ:
+        _read_the_time_from(Path(os.environ["KVTIER_TEST_CLOCK"]))
+
+
+def _read_the_time_from(path: Path) -> None:
+    """Let the radix policy live in the time of a stream of requests, which waits for nobody (benchmarks/radix.py)."""
+    from kvtier_sglang.radix import KVTierEvictionStrategy
+
+    class ClockOfTheStream:
+        def now(self) -> float:
+            return float(path.read_text())
+
+    KVTierEvictionStrategy.clock = ClockOfTheStream()
 
 
 def _attend_to_latents() -> None:
