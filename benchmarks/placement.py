@@ -1,16 +1,18 @@
 """What each part of placement across tiers brings: a serving node replayed with one part switched at a time.
 
-    python -m benchmarks.placement TRACE [--hardware A25,A6] [--load 1.5] [--seed 1,2,3] [--only NAME,...]
+    python -m benchmarks.placement TRACE [--hardware A25,A6] [--load 1.5] [--seed 1,2,3] [--hours 8] [--only NAME,...]
 
 One JSON object per (variant, hardware, seed) on stdout as it is measured, then the table of docs/simulator.md: mean and
-median time to the first token as ratios to the native-style cache on the same requests, mean over seeds and its
-standard error. `--sizes` replays caches of 0.1 to 2 times the working set instead, against no cache at all.
+median time to the first token as ratios to the native-style cache on the same requests, and what separates the mean's
+ratio from the default's; means over seeds and their standard errors. `--sizes` replays caches of 0.1 to 2 times the
+working set instead, against no cache at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -26,6 +28,7 @@ from kvtier.sim.sources import open_source
 from kvtier.sim.traces import TraceRequest, unique_blocks
 
 KVTIER = VARIANTS["kvtier"]
+DEFAULT = "kvtier (the default)"
 HINTED = VARIANTS["kvtier+hints"]
 POOR_HINTS = Announcer(missing=0.3, false_share=0.2, mistimed=0.5)
 WORKING_SET_SHARES = (0.1, 0.25, 0.5, 1.0, 2.0)
@@ -40,7 +43,7 @@ PARTS: dict[str, tuple[Variant, Announcer]] = {
     name: (variant, announcer)
     for name, variant, announcer in (
         ("native", VARIANTS["native"], Announcer()),
-        ("kvtier (the default)", KVTIER, Announcer()),
+        (DEFAULT, KVTIER, Announcer()),
         ("no gate", but(gate="none"), Announcer()),
         ("latency gate", but(gate="latency"), Announcer()),
         ("gate without the links' price", but(price_links=False), Announcer()),
@@ -88,21 +91,31 @@ def measure(
 
 
 def print_table(figures: dict[tuple[str, str], list[dict[str, float]]], names: list[str], points: list[str]) -> None:
-    """Ratios to native on the same seed, mean ± standard error over seeds."""
+    """Ratios to native on the same seed, and what separates the mean's from the default's, with standard errors."""
     out = sys.stdout
-    out.write(
-        "| variant | " + " | ".join(f"{p} mean | {p} p50" for p in points) + " |\n|---|" + "---|" * 2 * len(points)
-    )
+    columns = [f"{point} {column}" for point in points for column in ("mean", "to the default", "p50")]
+    out.write("| variant | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns) + "\n")
     for name in names:
         cells = []
         for point in points:
-            for field in ("mean_s", "p50_s"):
-                runs = zip(figures[name, point], figures["native", point], strict=True)
-                ratios = [mine[field] / native[field] for mine, native in runs]
-                error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
-                cells.append(f"{statistics.mean(ratios):.3f}{error}")
-        out.write(f"\n| {name} | " + " | ".join(cells) + " |")
-    out.write("\n")
+            means = ratios(figures, name, point, "mean_s")
+            default = ratios(figures, DEFAULT, point, "mean_s") if DEFAULT in names and name != DEFAULT else []
+            differences = [mine - its for mine, its in zip(means, default, strict=False)]
+            p50 = ratios(figures, name, point, "p50_s")
+            cells += [with_error(means), with_error(differences, "+") if differences else "", with_error(p50)]
+        out.write(f"| {name} | " + " | ".join(cells) + " |\n")
+
+
+def ratios(figures: dict[tuple[str, str], list[dict[str, float]]], name: str, point: str, field: str) -> list[float]:
+    """To native, seed by seed."""
+    runs = zip(figures[name, point], figures["native", point], strict=True)
+    return [mine[field] / native[field] for mine, native in runs]
+
+
+def with_error(values: list[float], sign: str = "") -> str:
+    """A mean and its standard error."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.3f}{error}"
 
 
 def ablate(options: argparse.Namespace) -> None:
@@ -116,7 +129,7 @@ def ablate(options: argparse.Namespace) -> None:
     trace, setting = open_source(options.trace), Setting(load=options.load)
     figures: dict[tuple[str, str], list[dict[str, float]]] = {}
     for seed in (int(text) for text in options.seed.split(",")):
-        requests = trace.requests(seed)[: options.requests]
+        requests = first_hours(trace.requests(seed), options.hours)
         for point in points:
             for name in names:
                 found = measure(requests, point, PARTS[name], seed, setting, trace.seeded)
@@ -125,12 +138,17 @@ def ablate(options: argparse.Namespace) -> None:
     print_table(figures, names, [point.name for point in points])
 
 
+def first_hours(requests: list[TraceRequest], hours: float) -> list[TraceRequest]:
+    """What arrives in the first hours of a trace, as recorded."""
+    return [r for r in requests if r.arrival_s - requests[0].arrival_s < 3600.0 * hours]
+
+
 def undersized(options: argparse.Namespace) -> None:
     """Caches smaller than the working set, and one twice as large: what is left of no cache's time to first token.
     The sizes are those of DRAM and NVMe together, one part to eight; HBM stays."""
     trace = open_source(options.trace)
     for seed in (int(text) for text in options.seed.split(",")):
-        requests = trace.requests(seed)[: options.requests]
+        requests = first_hours(trace.requests(seed), options.hours)
         blocks = unique_blocks(requests)
         for point in [load_hardware(name) for name in options.hardware.split(",")]:
             for share in WORKING_SET_SHARES:
@@ -154,7 +172,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="A25,A6")
     parser.add_argument("--load", type=float, default=0.0)
     parser.add_argument("--seed", default="1,2,3")
-    parser.add_argument("--requests", type=int, default=None, help="replay only the first so many")
+    parser.add_argument("--hours", type=float, default=math.inf, help="replay only what arrives in the first hours")
     parser.add_argument("--only", default="", help="names of variants, comma-separated")
     parser.add_argument("--sizes", action="store_true", help="undersized caches instead")
     options = parser.parse_args()
