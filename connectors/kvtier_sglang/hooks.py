@@ -34,6 +34,10 @@ class Observer(Protocol):
         """One step of these requests ended."""
         ...
 
+    def part_failed(self, part: str) -> None:
+        """Another part of kvtier in this process gave up: to be counted."""
+        ...
+
 
 _observers: list[Observer] = []
 _applied = False
@@ -53,6 +57,12 @@ def forget(observer: Observer) -> None:
     """Tell `observer` no more. Idempotent."""
     if observer in _observers:
         _observers.remove(observer)
+
+
+def part_failed(part: str) -> None:
+    """Tell those who count that a part of kvtier gave up."""
+    for observer in _observers:
+        observer.part_failed(part)
 
 
 def weights_changed(result: Any, scheduler: Any, new_version: str | None = None) -> None:
@@ -76,7 +86,7 @@ def step_ended(answer: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> N
     spans = []
     if launched and starts and lengths and batch.forward_mode.is_extend():
         spans = [(start, start + length) for start, length in zip(starts, lengths, strict=False) if length > 0]
-    for observer in _observers:
+    for observer in _observers:  # one that fails leaves
         if spans:
             observer.prefilled(spans, now - began)
         observer.stepped(scheduler, batch.reqs)

@@ -43,19 +43,44 @@ class KVTierEvictionStrategy(EvictionStrategy):
         self._ghost_blocks = ghost_blocks
         self._guarded = guarded
         self._requests: RequestFeed | None = None
+        self._gave_up = False
         hooks.watch(self)
 
     def get_priority(self, node: Any) -> Priority:
         """The lower, the sooner evicted."""
-        requests = self._requests
-        if requests is None or not requests.trusts_forecast:
-            return 0.0, float(node.last_access_time)
-        segment = requests.segment_of(node)
-        worth = 0.0 if segment is None else requests.policy.forecast.worth_of(segment.id, requests.now())
-        return worth, float(node.last_access_time)
+        return self._worth_of(node), float(node.last_access_time)
 
     def stepped(self, scheduler: Any, requests: Sequence[Any]) -> None:
         """Learn from the requests of a step."""
+        try:
+            self._learn(scheduler, requests)
+        except Exception:  # noqa: BLE001 - engine boundary: SGLang's scheduler ends for good on an exception here
+            self._give_up()
+
+    def prefilled(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Of no interest here."""
+
+    def weights_changed(self, version: str) -> None:
+        """Of no interest here: SGLang flushes its tree itself."""
+
+    def part_failed(self, part: str) -> None:
+        """Of no interest here."""
+
+    def _worth_of(self, node: Any) -> float:
+        """By the forecast; 0 for all alike while recency decides."""
+        requests = self._requests
+        if requests is None or not requests.trusts_forecast:
+            return 0.0
+        try:
+            segment = requests.segment_of(node)
+            return 0.0 if segment is None else requests.policy.forecast.worth_of(segment.id, requests.now())
+        except Exception:  # noqa: BLE001 - engine boundary, as above
+            self._give_up()
+            return 0.0
+
+    def _learn(self, scheduler: Any, requests: Sequence[Any]) -> None:
+        if self._gave_up:
+            return
         if self._requests is None:
             page_tokens = int(getattr(scheduler, "page_size", 1) or 1)
             pages = max(1, int(scheduler.max_total_num_tokens) // page_tokens)
@@ -63,8 +88,9 @@ class KVTierEvictionStrategy(EvictionStrategy):
             logger.info("kvtier: evicting from a radix tree of %d pages of %d tokens by forecast", pages, page_tokens)
         self._requests.stepped(requests)
 
-    def prefilled(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Of no interest here."""
-
-    def weights_changed(self, version: str) -> None:
-        """Of no interest here: SGLang flushes its tree itself."""
+    def _give_up(self) -> None:
+        """Something is wrong here: SGLang goes on without the forecast."""
+        self._requests, self._gave_up = None, True
+        hooks.forget(self)
+        hooks.part_failed("radix_policy")
+        logger.exception("kvtier: the radix policy failed; SGLang evicts by recency from here on")

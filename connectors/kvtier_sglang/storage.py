@@ -177,10 +177,14 @@ class KVTierStorage(HiCacheStorage):
 
     def prefilled(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """What computing costs now: the gate compares loads with it."""
-        self.cache.observe_prefill(spans, seconds)
+        self._guarded("prefilled", lambda: self.cache.observe_prefill(spans, seconds), None)
 
     def stepped(self, scheduler: Any, requests: Sequence[Any]) -> None:
         """Of no interest here: storage calls say what is wanted."""
+
+    def part_failed(self, part: str) -> None:
+        """Count it among the faults: this part has the metrics."""
+        self.cache.note_fault(part)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,20 @@ class Agents:
             self._strategy.stepped(self._scheduler, [request])
 
 
+def some_agents(folder: str) -> dict[str, Any]:
+    """One stream under both policies; then a policy whose forecast breaks halfway through a stream."""
+    hits = radix_hits(folder, seeds=[1], requests=300, agents=6, device_tokens=1_280, host_ratio=2.0)
+    agents, stream = Agents("kvtier", 1_280, 2.0), AgentStream(1, 120, 6)
+    strategy, served = agents._strategy, 0
+    for served, (at_s, prompt) in enumerate(stream, start=1):
+        if served == 60:
+            strategy._requests.policy.forecast = None
+        agents.serve(at_s, prompt, [1] * _ANSWER_TOKENS)
+        stream.answer([1] * _ANSWER_TOKENS)
+    agents.stack.close()
+    return {"hits": hits, "served": served, "forecasts_on": strategy._requests is not None, "found": agents.found}
+
+
 def radix_hits(
     folder: str, seeds: list[int], requests: int, agents: int, device_tokens: int, host_ratio: float
 ) -> list[dict[str, Any]]:
