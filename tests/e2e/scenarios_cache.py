@@ -251,10 +251,10 @@ def crowd_over_a_failing_tier(
     opened = TierCache.__init__
 
     def over_a_failing_tier(
-        self: TierCache, config: Any, geometry: Any, memory: Any, row: Any, lower: Any, *more: Any
+        self: TierCache, config: Any, geometry: Any, memory: Any, row: Any, lower: Any, **more: Any
     ) -> None:
         faulty.extend(FaultyTier(tier, Script(script)) for tier in lower)
-        opened(self, config, geometry, memory, row, faulty, *more)
+        opened(self, config, geometry, memory, row, faulty, **more)
         for level in self.lower:
             level.health.breaker._limits = BreakerLimits(bad=1000)
 
