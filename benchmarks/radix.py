@@ -109,7 +109,7 @@ def main() -> int:
                 answers = ("same" if same else "DIFFER") if options.live else "–"
                 table.add_row(str(agents), str(lru["seed"]), f"{lru['prompt']:,}", *cells, answers)
     if not options.json:
-        Console().print(table)
+        Console(width=110).print(table)
     return 1 if wrong else 0
 
 
