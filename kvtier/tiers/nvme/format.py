@@ -170,13 +170,14 @@ class RowSeal(NamedTuple):
     def check(self, header: bytes, slot: int, row: RowId, generation: int) -> tuple[Verdict, int]:
         """The payload checksum the header promises and OK; CORRUPT if the header is damaged, FOREIGN if it is whole
         but speaks of another row, slot, generation, layout or key space."""
-        fields, stored = header[: _ROW_HEADER.size], header[_ROW_HEADER.size : ROW_HEADER_BYTES]
-        if len(stored) != _CHECKSUM.size or _CHECKSUM.unpack(stored)[0] != checksum64(fields):
+        if len(header) != ROW_HEADER_BYTES:
             return Verdict.CORRUPT, 0
-        (payload_checksum,) = _CHECKSUM.unpack_from(fields, _ROW_HEADER.size - _CHECKSUM.size)
-        if header != self.pack(slot, row, generation, payload_checksum):
-            return Verdict.FOREIGN, 0
-        return Verdict.OK, payload_checksum
+        (payload_checksum,) = _CHECKSUM.unpack_from(header, _ROW_HEADER.size - _CHECKSUM.size)
+        if header == self.pack(slot, row, generation, payload_checksum):
+            return Verdict.OK, payload_checksum
+        (stored,) = _CHECKSUM.unpack_from(header, _ROW_HEADER.size)
+        whole = stored == checksum64(header[: _ROW_HEADER.size])
+        return Verdict.FOREIGN if whole else Verdict.CORRUPT, 0
 
 
 class RowHeader(NamedTuple):
