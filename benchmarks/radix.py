@@ -79,9 +79,8 @@ def main() -> int:
         print("skipped: there is no environment with SGLang; make it with `make env-sglang`")
         return 0
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    table = Table(
-        "agents", "seed", "prompt tokens", *(f"{p}: {w}" for p in POLICIES for w in ("device", "host")), "answers"
-    )
+    columns = [f"{policy}: {where}" for policy in POLICIES for where in ("device", "host")]
+    table = Table("agents", "seed", "prompt tokens", *columns, "both", "answers")
     wrong = 0
     with scratch_folder("radix") as folder:
         for agents in map(int, options.agents.split(",")):
