@@ -66,9 +66,7 @@ def _print_table(rows: Sequence[NodeRow]) -> None:
     for trace, hardware in dict.fromkeys((row.trace, row.hardware) for row in rows):
         caption = "ms to the first token, ratio of means to native; hits in % of blocks"
         # Whole figures in 80 columns, which is what a pipe has.
-        table = Table(
-            title=f"{trace} on {hardware}", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-        )
+        table = Table(title=f"{trace} on {hardware}", caption=caption, box=SIMPLE_HEAD, padding=0)
         for column in ("seed", "variant", "mean", "ratio", "p50", "p95", "p99", "hbm", "dram", "nvme", "$/Mtok"):
             table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
         for row in (row for row in rows if (row.trace, row.hardware) == (trace, hardware)):
