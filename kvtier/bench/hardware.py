@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from kvtier.bench.turns import Line
@@ -26,8 +27,9 @@ nvme = "8TiB"
 """
 
 
-def hardware_file(lines: Sequence[Line]) -> str:
-    """TOML with the measured links. Host to device is what the dram tier reads: there is no GPU in this benchmark.
+def hardware_file(lines: Sequence[Line], name: str) -> str:
+    """TOML with the measured links, for a hardware point of this name. Host to device is what the dram tier reads:
+    there is no GPU in this benchmark.
 
     Raises ConfigError if the lines of dram and nvme are not all there.
     """
@@ -38,5 +40,5 @@ def hardware_file(lines: Sequence[Line]) -> str:
         if (tier, op) not in rates:
             raise ConfigError("a hardware file needs memory and nvme; add both to --only")
         entries.append(f"{link} = {{ bytes_per_s = {rates[tier, op]} }}")
-    head = 'name = "measured"\ndescription = "links as kvtier bench tiers measured them; compute is assumed"\n'
+    head = f'name = {json.dumps(name)}\ndescription = "links as kvtier bench tiers measured them; compute is assumed"\n'
     return f"{head}{_ASSUMED}\n[links]\n" + "\n".join(entries) + f"\n\n{_TIERS}"

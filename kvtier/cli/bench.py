@@ -88,7 +88,7 @@ def tiers(
     if not as_json:
         _print_table(found, index_bytes)
     if out is not None:
-        out.write_text(hardware_file(found))
+        out.write_text(hardware_file(found, out.stem))
 
 
 def _check_out(out: Path, parts: list[str]) -> None:

@@ -119,8 +119,10 @@ def test_a_hardware_file_says_what_was_measured() -> None:
 
     lines = [line(t, op, r) for t, op, r in (("dram", "read", 5), ("dram", "write", 4), ("nvme", "read", 3))]
     with pytest.raises(ConfigError):
-        hardware_file(lines)
-    links = tomllib.loads(hardware_file([*lines, line("nvme", "write", 2)]))["links"]
+        hardware_file(lines, "mine")
+    told = tomllib.loads(hardware_file([*lines, line("nvme", "write", 2)], "mine"))
+    links = told["links"]
+    assert told["name"] == "mine"
     assert {name: link["bytes_per_s"] for name, link in links.items()} == {
         "h2d": 5,
         "d2h": 4,

@@ -109,7 +109,7 @@ def test_what_hints_are_said_can_be_set(kvtier: Run) -> None:
         (["--tiers", "hbm=1TiB,pool=1TiB"], "no others"),
         (["--tiers", "hbm=1TiB,nvme=1TiB"], "below it dram"),
         (["--tiers", "hbm=1KiB"], "no room for one block"),
-        (["--variant", "kvtier", "--hints", "lead=3"], "lead"),
+        (["--variant", "kvtier", "--hints", "lead=3"], "lead_s"),
         (["--variant", "kvtier", "--hints", "missing=1.5"], "missing"),
         (["--tiers", "hbm=3"], "no request fits"),
     ],

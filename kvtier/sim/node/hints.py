@@ -50,7 +50,8 @@ def parse_announcer(text: str) -> Announcer:
     try:
         return msgspec.convert(given, Announcer, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"hints {text!r}: {str(error).replace('`', '')}") from error
+        fields = ", ".join(Announcer.__struct_fields__)
+        raise ConfigError(f"hints {text!r}: {str(error).replace('`', '')}; there are {fields}") from error
 
 
 @dataclass(slots=True)
