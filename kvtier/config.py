@@ -85,8 +85,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What tiers that wear take: "always" everything, "value" what is worth its wear and room by prices_file."""
     prices_file: str = ""
     """JSON file with what GPUs, tiers and wear cost; empty: the defaults."""
-    look_ahead: bool = True
-    """Move up and protect what requests in the engine's queue need."""
+    look_ahead: bool | str = True
+    """Move up and protect what requests in the engine's queue need; "speculation": and what is likely to come soon."""
     hint_pin_bytes: int = 0
     """Memory one client may pin by hints; 0: pins are rejected."""
     control: str = ""
@@ -121,6 +121,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         if self.write_admission not in ("always", "value"):
             raise ConfigError(f'write_admission is {self.write_admission!r}; choose "always" or "value"')
+        if self.look_ahead not in (True, False, "speculation"):
+            raise ConfigError(f'look_ahead is {self.look_ahead!r}; choose true, false or "speculation"')
         for name, low, high in (
             ("io_threads", 2, 256),
             ("chunk_bytes", 1 << 12, 1 << 26),

@@ -27,8 +27,8 @@ _ENGINE_KEYS = frozenset(
 
 # A storage level sees neither the device, nor the queue, nor requests: these would do nothing, so they are errors.
 _VLLM_KEYS = (
-    "hbm_policy", "look_ahead", "control", "hint_pin_bytes", "canary_share", "memory_checks", "write_admission",
-    "prices_file", "store_generated", "lossy_requests",
+    "hbm_policy", "look_ahead", "control", "hint_pin_bytes", "canary_share", "memory_checks",
+    "store_generated", "lossy_requests",
 )  # fmt: skip
 
 _FOR_HINTS = ("control", "hint_pin_bytes")

@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvtier_vllm.compat import check_version
+from kvtier_vllm.compat import answer_prefixes_at_once, check_version
 from kvtier_vllm.device import Device, watch_device
 from kvtier_vllm.manager import KVTierManager
 from kvtier_vllm.options import cache_config
@@ -56,6 +57,8 @@ class KVTierConnector(OffloadingConnector):
         self._steps: deque[tuple[float, Sequence[Span]]] = deque(maxlen=8)
         self._last_output_s = 0.0
         self._device: Device | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            answer_prefixes_at_once(self.scheduler, self.manager.prefix)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -115,6 +118,13 @@ class KVTierConnector(OffloadingConnector):
         if not manager.plan(tracked, num_computed_tokens):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        manager = self.manager
+        tracked = manager.tracked(request.request_id)
+        if tracked is None or manager.cache.window_groups or not num_external_tokens:
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        return manager.load_sources(tracked, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
@@ -25,8 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvtier.cache.control import Control
-from kvtier.cache.request import BlockState, CachedRequest
-from kvtier.cache.stores import RowRef
+from kvtier.cache.request import CachedRequest
 from kvtier.cache.tier_cache import TierCache
 from kvtier.model.keys import KeySpace
 from kvtier.model.request import Outcome
@@ -34,13 +34,11 @@ from kvtier.predict.roles import ChatMarkers
 from kvtier_vllm.hints import hints_of
 from kvtier_vllm.identity import adapter_fingerprint
 from kvtier_vllm.metrics import drain
+from kvtier_vllm.names import Names
 from kvtier_vllm.requests import accepts_lossy, context_of, outcome_of, set_apart
 
-_RESULTS = {
-    BlockState.MISS: LookupResult.MISS,
-    BlockState.HIT: LookupResult.HIT,
-    BlockState.PENDING: LookupResult.HIT_PENDING,
-}
+_RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
+"""By `BlockState`."""
 _SOURCES = {"dram": CacheHitSource.HOST, "nvme": CacheHitSource.DISK}
 _GAUGE_INTERVAL_S = 1.0
 _COMPLAINTS = 5
@@ -72,7 +70,7 @@ class Tracked:
     key_space: KeySpace
     hashes_used: int
     outcome: Outcome | None = None
-    rows: dict[OffloadKey, RowRef] = field(default_factory=dict)
+    computed_tokens: int = 0  # on the device, when it was last asked about
 
 
 class KVTierManager(OffloadingManager):
@@ -98,6 +96,7 @@ class KVTierManager(OffloadingManager):
         self.blocks_per_chunk = blocks_per_chunk
         self.group_columns = {group_id: column for column, group_id in enumerate(group_ids)}
         self._chunk_tokens = cache.block_tokens
+        self._names = Names(self.group_columns, cache.block_tokens)
         self._hashes_per_chunk = cache.block_tokens // tokens_per_hash
         self._adapters: dict[tuple[int, str, str], KeySpace] = {}
         self._announced: Request | None = None
@@ -126,6 +125,7 @@ class KVTierManager(OffloadingManager):
         """Look up what can be loaded after the device's own hit. False: still on its way, ask again next step."""
         self.cache.poll()
         self._grow(tracked)
+        tracked.computed_tokens = computed_tokens
         return self.cache.lookup(tracked.cached, computed_tokens // self._chunk_tokens) is not None
 
     @_locked
@@ -158,24 +158,55 @@ class KVTierManager(OffloadingManager):
         plan = tracked.cached.plan if tracked is not None else None
         if plan is None:
             return LookupResult.MISS
-        row = self._row(tracked, key, req_context)
-        offset = row.block - plan.start
+        # Asked once a key where vLLM asks so: written out, for every call counts ten thousand times.
+        end_token = req_context.get_offload_key_position(key)
+        assert end_token is not None
+        offset = end_token // self._chunk_tokens - 1 - plan.start
         if not 0 <= offset < plan.blocks:
             return LookupResult.MISS
-        return _RESULTS[BlockState(plan.states[offset, row.group])]
+        columns = self.group_columns
+        column = 0 if len(columns) == 1 else columns[int.from_bytes(key[-4:], "big")]
+        return _RESULTS[plan.packed[offset * len(columns) + column]]
+
+    def prefix(self, req_context: ReqContext, group_id: int, start_chunk: int, chunks: int) -> int | None:
+        """What `lookup` says of `chunks` keys of a group from one on: how many hits come first; None: ask again."""
+        tracked = self._tracked.get(req_context.req_id)
+        plan = tracked.cached.plan if tracked is not None else None
+        return 0 if plan is None else plan.prefix(start_chunk, self.group_columns[group_id], chunks)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         tracked = self._tracked.get(req_context.req_id)
         if tracked is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
-        tier = tracked.cached.promoted_from.get(self._row(tracked, key, req_context).block, "dram")
+        block = np.array([self._names.block(key, req_context)])
+        tier = next(iter(tracked.cached.promoted(block)), self.cache.memory.name)
         return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    def load_sources(self, tracked: Tracked, tokens: int) -> dict[CacheHitSource, int]:
+        """Where so many tokens after those the device had came from: all of them at once."""
+        first, stop = tracked.computed_tokens, tracked.computed_tokens + tokens
+        size = self._chunk_tokens
+        blocks = np.arange(first // size, -(-stop // size))
+        inside = np.minimum(stop, (blocks + 1) * size) - np.maximum(first, blocks * size)
+        sources: dict[CacheHitSource, int] = {}
+        left = tokens
+        for tier, came in tracked.cached.promoted_from.items():
+            known = blocks < len(came)
+            count = int(inside[known][came[blocks[known]]].sum())
+            left -= count
+            if count:
+                source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                sources[source] = sources.get(source, 0) + count
+        if left:
+            sources[_SOURCES[self.cache.memory.name]] = left
+        return sources
 
     @_locked
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         tracked = self._tracked[req_context.req_id]
-        slots = self.cache.take_load(tracked.cached, [self._row(tracked, key, req_context) for key in keys])
-        return CPULoadStoreSpec(slots.tolist())
+        rows = self._names.run(list(keys), req_context, tracked.cached.chain, tracked.key_space)
+        # An array: the specification makes one of its list, number by number.
+        return CPULoadStoreSpec(self.cache.take_load(tracked.cached, rows))  # type: ignore[arg-type]
 
     @_locked
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -189,17 +220,18 @@ class KVTierManager(OffloadingManager):
         if tracked is None:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         self._grow(tracked)
-        rows = {self._row(tracked, key, req_context): key for key in keys}
-        granted = self.cache.offer_store(tracked.cached, [row for row in rows if row.block < tracked.cached.blocks])
-        return PrepareStoreOutput(
-            [rows[row] for row, _ in granted], CPULoadStoreSpec([slot for _, slot in granted]), []
-        )
+        offered = list(keys)
+        rows = self._names.rows(offered, req_context)
+        known = np.flatnonzero(rows[:, 0] < tracked.cached.blocks)
+        granted = self.cache.offer_store(tracked.cached, rows[known])
+        chosen = [offered[i] for i in known[granted.at].tolist()]
+        return PrepareStoreOutput(chosen, CPULoadStoreSpec(granted.slots), [])  # type: ignore[arg-type]
 
     @_locked
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         tracked = req_context.get_state(Tracked)
         if tracked is not None:
-            self.cache.commit_store(tracked.cached, [self._row(tracked, key, req_context) for key in keys])
+            self.cache.commit_store(tracked.cached, self._names.rows(keys, req_context))
 
     @_locked
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -251,15 +283,6 @@ class KVTierManager(OffloadingManager):
                 logger.warning("kvtier: a hint of request %s is left out: %s", request.request_id, error)
 
     # --- keys ---------------------------------------------------------------------------------------------------
-
-    def _row(self, tracked: Tracked, key: OffloadKey, req_context: ReqContext) -> RowRef:
-        row = tracked.rows.get(key)
-        if row is None:
-            end_token = req_context.get_offload_key_position(key)
-            assert end_token is not None
-            column = self.group_columns[int.from_bytes(key[-4:], "big")]
-            row = tracked.rows[key] = RowRef(end_token // self._chunk_tokens - 1, column)
-        return row
 
     def _grow(self, tracked: Tracked) -> None:
         """Take in the blocks vLLM has hashed since the last call."""

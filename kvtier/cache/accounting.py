@@ -6,7 +6,6 @@ loaded by the tier they came from, and the rest by the one reason why they had t
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,11 +39,10 @@ class Accounting:
         if not len(blocks) or request.started or request.sources is None or set(request.sources) - {"hbm"}:
             return
         start, memory, stop = request.miss_from_block, self._cache.memory.name, int(blocks[-1]) + 1
-        promoted = request.promoted_from
         new = blocks[blocks >= start]
-        counts = {memory: len(new)}
-        if promoted:
-            counts = dict(Counter(promoted.get(block, memory) for block in new.tolist()))
+        promoted = request.promoted(new)
+        here = len(new) - sum(promoted.values())
+        counts = {memory: here} | promoted if here or not promoted else promoted
         # Blocks before a sliding window need no bytes; they come with the window, from the farthest it came from.
         farthest = next((source for source in counts if source != memory), memory)
         skipped = stop - start - sum(counts.values())

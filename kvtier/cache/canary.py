@@ -11,7 +11,6 @@ only said whether they differ.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,8 +21,9 @@ from kvtier.index.residency import ABSENT
 from kvtier.model.request import MissReason
 
 if TYPE_CHECKING:
-    from kvtier.cache.stores import RowRef
     from kvtier.cache.tier_cache import TierCache
+
+Indices = npt.NDArray[np.intp]
 
 ROWS_A_REQUEST = 8
 """More would be work on the engine's thread for little more certainty."""
@@ -72,21 +72,23 @@ class Canary:
             return True
         return False
 
-    def choose(self, request: CachedRequest, resident: Sequence[RowRef]) -> list[RowRef]:
-        """Which resident rows the engine shall write once more, to be compared."""
+    def choose(self, request: CachedRequest, blocks: Indices, groups: Indices) -> Indices:
+        """Which of these resident rows the engine shall write once more, to be compared: positions, ascending."""
         left = ROWS_A_REQUEST - len(request.compared)
         if not request.canary or left <= 0:
-            return []
-        step = max(1, -(-len(resident) // left))
-        chosen = [row for row in resident[::step] if row not in request.pending][:left]
-        request.compared.update(chosen)
+            return np.empty(0, np.intp)
+        step = max(1, -(-len(blocks) // left))
+        at = np.arange(0, len(blocks), step)
+        written = np.array([request.is_granted(int(blocks[i]), int(groups[i])) for i in at], np.bool_)
+        chosen = at[~written][:left]
+        request.compared.update(zip(blocks[chosen].tolist(), groups[chosen].tolist(), strict=True))
         return chosen
 
-    def compare(self, request: CachedRequest, row: RowRef, computed_slot: int) -> None:
+    def compare(self, request: CachedRequest, row: tuple[int, int], computed_slot: int) -> None:
         """The engine has written a row that is resident already."""
-        cache = self._cache
+        cache, (block, group) = self._cache, row
         slots = cache.memory.residency.slots_of(cache.tree.walk(request.chain))
-        held = int(slots[row.block, row.group]) if row.block < len(slots) else ABSENT
+        held = int(slots[block, group]) if block < len(slots) else ABSENT
         if held == ABSENT:
             outcome = "gone"
         else:
@@ -95,7 +97,7 @@ class Canary:
             known = self._dtype != ""
             outcome = "same" if error == 0 else "close" if error <= WRONG_BEYOND else "wrong" if known else "different"
             if outcome == "wrong":
-                self._drop(request.chain, row.block)
+                self._drop(request.chain, block)
         cache.recorder.add("kvtier_canaries", 1, outcome)
 
     def _drop(self, chain: bytes, block: int) -> None:

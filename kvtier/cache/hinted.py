@@ -219,13 +219,13 @@ class Hinted:
         limit = self._granted_blocks(self.standing(session))
         most = chain_length(keeper.chain) if limit is None else limit
         keeper.limit_blocks = min(most, self._room() // cache.groups)
-        before = len(keeper.awaited)
+        before = np.count_nonzero(keeper.coming)
         self._fetching = True
         try:
             cache.loader.plan(keeper, 0, Urgency.SPECULATIVE)
         finally:
             self._fetching = False
-        cache.recorder.add("kvtier_prefetched_rows", len(keeper.awaited) - before, "hint")
+        cache.recorder.add("kvtier_prefetched_rows", int(np.count_nonzero(keeper.coming) - before), "hint")
 
     def _lead_s(self, session: str) -> float:
         """How long before its return a session's fetch must begin."""
@@ -262,7 +262,8 @@ class Hinted:
         keeper = self._keepers.get(session)
         if keeper is not None and keeper.promoted_from:
             on_device = (request.sources or {}).get("hbm", 0) // self._cache.block_tokens
-            used = sum(1 for block in keeper.promoted_from if on_device <= block < request.miss_from_block)
+            there = slice(on_device, max(on_device, request.miss_from_block))
+            used = sum(int(np.count_nonzero(blocks[there])) for blocks in keeper.promoted_from.values())
             self._cache.recorder.add("kvtier_prefetched_rows_used", used * self._cache.groups, "hint")
             keeper.promoted_from = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -30,6 +30,12 @@ class LeaseBook:
         self._residency.pin(slots)
         self.outstanding += 1
         return Lease(self, slots, owner)
+
+    def take_parts(self, parts: Sequence[Slots], owner: str) -> list[Lease]:
+        """A lease on each part (all distinct), pinned together."""
+        self._residency.pin(np.concatenate(parts))
+        self.outstanding += len(parts)
+        return [Lease(self, part, owner) for part in parts]
 
     def _let_go(self, slots: Slots) -> None:
         self._residency.unpin(slots)

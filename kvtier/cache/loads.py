@@ -7,22 +7,23 @@ waits for it. While a request waits, lookups answer from its plan and cost nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
-from kvtier.cache.manifest import RowIds, RowViews, row_keys
+from kvtier.cache.manifest import RowIds, RowViews
 from kvtier.cache.mover import Transfer, Urgency
+from kvtier.cache.promoting import Promoting, Promotion
 from kvtier.cache.reach import needed_rows, reach
 from kvtier.cache.request import BlockState, CachedRequest, LoadPlan
 from kvtier.index.residency import ABSENT
-from kvtier.model.keys import key_at
+from kvtier.index.tree import Match
 from kvtier.model.request import MissReason
-from kvtier.place.gate import Cut, LinkLoad, choose_cut, recompute_by_cut
+from kvtier.place.gate import Cut, LinkLoad, choose_cut, patience_s, recompute_by_cut
 from kvtier.tiers.protocol import RowStatus
 
 if TYPE_CHECKING:
@@ -30,27 +31,10 @@ if TYPE_CHECKING:
 
 Slots = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.intp]
 
-_ROWS_AT_ONCE = 512
+_ROWS_AT_ONCE = 1024
 """Rows of one promotion: a long prompt arrives in parts, the first ones first."""
-
-
-@dataclass(slots=True, eq=False)
-class Promotion:
-    """Rows of one request being read from `level` into reserved memory slots; others may wait for them too."""
-
-    start: int
-    level: Level
-    chain: bytes
-    blocks: npt.NDArray[np.intp]
-    groups: npt.NDArray[np.intp]
-    memory_slots: Slots
-    source: Lease
-    waiters: list[CachedRequest]
-    transfer: Transfer | None = None
-    void: bool = False
-    # Somebody's deadline passed while it was under way: nobody else waits for it.
-    late: bool = False
 
 
 class Loader:
@@ -58,13 +42,13 @@ class Loader:
 
     def __init__(self, cache: TierCache) -> None:
         self._cache = cache
-        self._promoting: dict[tuple[bytes, int], Promotion] = {}
-        self._hung: set[Promotion] = set()
+        self._promoting = Promoting(cache.tree, cache.groups)
+        self._to_submit: list[tuple[Level, Transfer]] = []
 
     @property
     def promoting_rows(self) -> int:
         """Rows now on their way to memory."""
-        return len(self._promoting)
+        return self._promoting.rows
 
     def plan(self, request: CachedRequest, start: int, urgency: Urgency = Urgency.DEMAND) -> LoadPlan:
         """States of the request's blocks from `start` on, as far as they are offered. Starts promotions and leases
@@ -82,7 +66,7 @@ class Loader:
             if cache.lower[index].lossy and not request.context.lossy:
                 continue
             there = (lower[index] != ABSENT) & (memory == ABSENT)
-            shunned = self._shunned(request, cache.lower[index], there, start)
+            shunned = self._shunned(request, cache.lower[index], match, there, start)
             there &= ~shunned
             down |= shunned
             if not request.refuses_to_wait and there[start:].any():
@@ -93,7 +77,9 @@ class Loader:
         in_memory = memory != ABSENT
         if damaged is not None:
             in_memory &= ~damaged
-        coming = self._coming(request, in_memory, start)
+        coming = np.zeros_like(in_memory)
+        if not request.refuses_to_wait:
+            coming[start:] = self._promoting.coming(match)[start:] & ~in_memory[start:]
         blocked = self._blocked(request, match.blocks)[:, None]
         available = (in_memory | coming | (where >= 0)) & ~(blocked & ~in_memory)
         if request.refuses_to_wait:
@@ -119,14 +105,15 @@ class Loader:
         window = slice(start, stop)
         self._hold(request, memory[window][(available & in_memory)[window]])
         pending = needed & coming
-        self._join(request, pending, urgency)
+        self._join(request, self._promoting.of(match, pending), urgency)
         wanted = needed & ~in_memory & ~coming
         if wanted[window].any():
-            pending |= self._promote(request, start, wanted, where, lower, urgency)
+            pending |= self._promote(request, start, match, wanted, where, lower, urgency)
             reached = min(stop, reach(cache, available & (in_memory | pending), start))
             if reached < stop:
                 request.cut_reason = MissReason.NO_ROOM
                 stop, window = reached, slice(start, reached)
+        request.expects(pending)
         states = np.zeros((stop - start, cache.groups), np.uint8)
         states[(in_memory & available)[window]] = BlockState.HIT
         states[pending[window]] = BlockState.PENDING
@@ -134,6 +121,7 @@ class Loader:
         if urgency is Urgency.DEMAND:
             self._wait(request, plan)
         request.plan = plan
+        self._submit()
         return plan
 
     def finished(self, transfer: Transfer) -> None:
@@ -141,7 +129,7 @@ class Loader:
         cache, promotion = self._cache, transfer.tag
         assert isinstance(promotion, Promotion)
         level = promotion.level
-        self._hung.discard(promotion)
+        self._promoting.end(promotion)
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
         cache.note_transfer(level, transfer)
         promotion.source.release()
@@ -151,9 +139,6 @@ class Loader:
         if (~ok).any():
             cache.memory.release(promotion.memory_slots[~ok])
             self._forget_failed(promotion, transfer)
-        for key in row_keys(promotion.chain, promotion.blocks, promotion.groups):
-            if self._promoting.get(key) is promotion:
-                del self._promoting[key]
         for group in cache.group_order:
             mine = promotion.groups == group
             good = mine & ok
@@ -163,7 +148,7 @@ class Loader:
                 )
         cache.epoch += 1
         for waiter in promotion.waiters:
-            waiter.awaited.difference_update(zip(promotion.blocks.tolist(), promotion.groups.tolist(), strict=True))
+            waiter.arrived(promotion)
             if not waiter.ended:
                 self._extend_hold(waiter)
 
@@ -177,7 +162,7 @@ class Loader:
     def forget(self, request: CachedRequest) -> None:
         """The request is gone, or waits no more. What it waited for and nobody else does is cancelled as far as it has
         not begun."""
-        for promotion in {self._promoting[key]: None for key in self._keys_awaited(request)}:
+        for promotion in self._promoting.under_way(request.awaited):
             if request in promotion.waiters:
                 promotion.waiters.remove(request)
                 if not promotion.waiters and promotion.transfer is not None:
@@ -185,58 +170,37 @@ class Loader:
 
     def give_up(self, request: CachedRequest) -> None:
         """The request's deadline passed. Whoever comes next does not wait for the same transfers."""
-        for key in self._keys_awaited(request):
-            promotion = self._promoting[key]
-            promotion.late = True
-            self._hung.add(promotion)
+        for promotion in self._promoting.under_way(request.awaited):
+            self._promoting.hangs(promotion)
         self.forget(request)
-        request.awaited.clear()
+        request.waits_no_more()
 
     def reset(self) -> None:
         """Everything in flight is for nobody: its rows are given back when the reads end."""
-        for promotion in set(self._promoting.values()):
-            promotion.waiters.clear()
-            promotion.void = True
-        self._promoting.clear()
+        self._promoting.reset()
 
     # --- planning -----------------------------------------------------------------------------------------------
 
-    def _coming(self, request: CachedRequest, in_memory: Mask, start: int) -> Mask:
-        """Rows not in memory that another request (or this one) is promoting already."""
-        coming = np.zeros_like(in_memory)
-        if self._promoting and not request.refuses_to_wait:
-            for block, group in np.argwhere(~in_memory[start:]).tolist():
-                promotion = self._promoting.get((key_at(request.chain, start + block), group))
-                coming[start + block, group] = promotion is not None and not promotion.late
-        return coming
-
-    def _shunned(self, request: CachedRequest, level: Level, there: Mask, start: int) -> Mask:
+    def _shunned(self, request: CachedRequest, level: Level, match: Match, there: Mask, start: int) -> Mask:
         """Rows of a level that are not asked for now: they failed a while ago, or somebody waited for them in vain and
         the read still hangs."""
         shunned = np.zeros_like(there)
-        failed = level.health.failed_rows
-        if self._hung or len(failed):
-            for block, group in np.argwhere(there[start:]).tolist():
-                key = key_at(request.chain, start + block)
-                promotion = self._promoting.get((key, group))
-                hangs = promotion is not None and promotion.late and promotion.level is level
-                shunned[start + block, group] = hangs or failed.holds(key, group)
-        return shunned
+        hanging = self._promoting.hanging(match, level)
+        if hanging is not None:
+            shunned |= hanging
+        for block, group in level.health.failed_rows.among(request.chain, match.blocks):
+            shunned[block, group] = True
+        shunned[:start] = False
+        return shunned & there
 
-    def _keys_awaited(self, request: CachedRequest) -> list[tuple[bytes, int]]:
-        keys = [(key_at(request.chain, block), group) for block, group in request.awaited]
-        return [key for key in keys if key in self._promoting]
-
-    def _join(self, request: CachedRequest, rows: Mask, urgency: Urgency) -> None:
-        """Wait for rows that are on their way already, now at this urgency."""
-        cache = self._cache
-        for block, group in np.argwhere(rows).tolist():
-            promotion = self._promoting[key_at(request.chain, block), group]
+    def _join(self, request: CachedRequest, promotions: Sequence[Promotion], urgency: Urgency) -> None:
+        """Wait for what is on its way already, now at this urgency."""
+        for promotion in promotions:
             if request not in promotion.waiters:
                 promotion.waiters.append(request)
             if promotion.transfer is not None:
-                cache.mover.hasten(promotion.transfer, urgency)
-            request.awaited.add((block, group))
+                self._cache.mover.hasten(promotion.transfer, urgency)
+            request.awaited.add(promotion)
 
     @staticmethod
     def _blocked(request: CachedRequest, blocks: int) -> Mask:
@@ -281,13 +245,8 @@ class Loader:
             request.wait_began_s = now
             request.waited = True
             begin = plan.start * cache.block_tokens
-            recompute_s = cache.prefill.seconds_from(np.array([begin]), request.context.prompt_tokens)[0]
-            limit_s = cache.config.load_deadline_s
-            # An estimate that the gate does not trust yet ends no load either.
-            if recompute_s > 0 and cache.prefill.knows(request.context.prompt_tokens - begin):
-                patience = 1.0 if cache.conservative else 2.0
-                limit_s = min(limit_s, max(0.1, patience * recompute_s))
-            request.deadline_s = now + limit_s
+            tokens, most_s = request.context.prompt_tokens, cache.config.load_deadline_s
+            request.deadline_s = now + patience_s(cache.prefill, begin, tokens, most_s, cache.conservative)
 
     # --- promotions ---------------------------------------------------------------------------------------------
 
@@ -295,6 +254,7 @@ class Loader:
         self,
         request: CachedRequest,
         start: int,
+        match: Match,
         wanted: Mask,
         where: npt.NDArray[np.int8],
         lower: list[Slots],
@@ -311,12 +271,15 @@ class Loader:
             slots = cache.memory.make_room(len(blocks))
         if slots is None:
             return started
+        n = len(blocks)
+        started[blocks, groups] = True
+        source = where[wanted][:n]
         for index, level in enumerate(cache.lower):
-            mine = np.flatnonzero(where[blocks, groups] == index)
-            for at in range(0, len(mine), _ROWS_AT_ONCE):
-                part = mine[at : at + _ROWS_AT_ONCE]
-                self._read(request, start, level, blocks[part], groups[part], lower[index], slots[part], urgency)
-                started[blocks[part], groups[part]] = True
+            mine = np.flatnonzero(source == index)
+            if len(mine):
+                part = slice(None) if len(mine) == n else mine
+                below = lower[index][wanted][:n][part]
+                self._read(request, start, level, match, (blocks[part], groups[part]), below, slots[part], urgency)
         return started
 
     def _read(
@@ -324,22 +287,35 @@ class Loader:
         request: CachedRequest,
         start: int,
         level: Level,
-        blocks: npt.NDArray[np.intp],
-        groups: npt.NDArray[np.intp],
-        where: Slots,
+        match: Match,
+        at: tuple[Indices, Indices],
+        slots: Slots,
         memory_slots: Slots,
         urgency: Urgency,
     ) -> None:
-        cache = self._cache
-        source = level.book.take(where[blocks, groups], request.context.request_id)
-        promotion = Promotion(start, level, request.chain, blocks, groups, memory_slots, source, [request])
-        self._promoting.update(dict.fromkeys(row_keys(request.chain, blocks, groups), promotion))
-        request.awaited.update(zip(blocks.tolist(), groups.tolist(), strict=True))
-        request.promoted_from.update(dict.fromkeys(blocks.tolist(), level.name))
-        rows, views = RowIds(request.chain, blocks, groups), RowViews(cache.memory_row, memory_slots)
-        promotion.transfer = Transfer(level.tier, source.slots, rows, views, True, urgency, promotion)
-        promotion.transfer.seals, promotion.transfer.memory_slots = cache.seals, memory_slots
-        cache.submit(level, promotion.transfer)
+        """Begin promotions of these rows (blocks, groups) of a level, from and into these slots."""
+        cache, chain = self._cache, request.chain
+        parts = [slice(first, first + _ROWS_AT_ONCE) for first in range(0, len(slots), _ROWS_AT_ONCE)]
+        sources = level.book.take_parts([slots[part] for part in parts], request.context.request_id)
+        promotions = []
+        for part, source in zip(parts, sources, strict=True):
+            blocks, groups, targets = at[0][part], at[1][part], memory_slots[part]
+            rows, views = RowIds(chain, blocks, groups), RowViews(cache.memory_row, targets)
+            promotion = Promotion(start, level, chain, blocks, groups, targets, source, [request])
+            promotion.transfer = transfer = Transfer(level.tier, source.slots, rows, views, True, urgency, promotion)
+            transfer.seals, transfer.memory_slots = cache.seals, targets
+            self._to_submit.append((level, transfer))
+            promotions.append(promotion)
+        self._promoting.begin(promotions, match, *at)
+        request.awaited.update(promotions)
+        request.comes_from(level.name, at[0])
+
+    def _submit(self) -> None:
+        """Hand over what was planned, when all else is done: I/O threads that have begun hold up this one whenever it
+        lets go of Python's lock, as every large vector operation does."""
+        for level, transfers in itertools.groupby(self._to_submit, lambda pair: pair[0]):
+            self._cache.submit(level, *[transfer for _, transfer in transfers])
+        self._to_submit.clear()
 
     def _forget_failed(self, promotion: Promotion, transfer: Transfer) -> None:
         """A row that could not be read or verified is a miss for good: it and all that builds on it leave the tier."""

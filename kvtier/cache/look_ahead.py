@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.cache.mover import Urgency
 from kvtier.cache.request import CachedRequest
 from kvtier.place.window import PrefetchWindow
 
 if TYPE_CHECKING:
     from kvtier.cache.tier_cache import TierCache
+
+Mask = npt.NDArray[np.bool_]
 
 _PLANS_AT_ONCE = 2
 """A plan is a walk of the whole prompt: no step of the engine pays for more than this."""
@@ -34,7 +39,7 @@ class LookAhead:
         self.window = PrefetchWindow()
         self._unseen: OrderedDict[CachedRequest, None] = OrderedDict()  # nothing done yet
         self._begun: OrderedDict[CachedRequest, None] = OrderedDict()  # its first object is on its way
-        self._ahead: dict[CachedRequest, set[tuple[int, int]]] = {}  # rows read ahead, by request
+        self._ahead: dict[CachedRequest, Mask] = {}  # rows read ahead, by request
 
     def __len__(self) -> int:
         """Requests the engine has not asked about."""
@@ -60,11 +65,11 @@ class LookAhead:
         """It runs, or is gone: the window learns from how it went."""
         self.asked(request)
         rows = self._ahead.pop(request, None)
-        if not rows:
+        if rows is None or not rows.any():
             return
         on_device = (request.sources or {}).get("hbm", 0) // self._cache.block_tokens
-        used = sum(1 for block, _ in rows if on_device <= block < request.miss_from_block)
-        self.window.settled(request.waited, used, len(rows))
+        used = int(np.count_nonzero(rows[on_device : max(on_device, request.miss_from_block)]))
+        self.window.settled(request.waited, used, int(np.count_nonzero(rows)))
         self._cache.recorder.add("kvtier_prefetched_rows_used", used, "look_ahead")
 
     def pump(self) -> None:
@@ -94,14 +99,20 @@ class LookAhead:
     def _plan(self, request: CachedRequest, most_blocks: int | None) -> bool:
         """Plan ahead, as far as `most_blocks` after what the device has. Whether rows came on their way."""
         cache, start = self._cache, self._on_device(request)
-        before = set(request.awaited)
         request.limit_blocks = None if most_blocks is None else start + most_blocks
+        before = request.coming.copy()
         cache.loader.plan(request, start, Urgency.LOOK_AHEAD)
         request.limit_blocks = None
-        new = request.awaited - before
-        self._ahead.setdefault(request, set()).update(new)
-        cache.recorder.add("kvtier_prefetched_rows", len(new), "look_ahead")
-        return bool(new)
+        new = request.coming.copy()
+        if len(before):
+            new[: len(before)] &= ~before
+        rows = int(np.count_nonzero(new))
+        ahead = self._ahead.get(request)
+        if ahead is not None:
+            new[: len(ahead)] |= ahead
+        self._ahead[request] = new
+        cache.recorder.add("kvtier_prefetched_rows", rows, "look_ahead")
+        return rows > 0
 
     def _on_device(self, request: CachedRequest) -> int:
         """Leading blocks the device has: they need not move, and are asked to stay."""
@@ -124,4 +135,4 @@ class LookAhead:
         return max(1, cache.config.chunk_bytes // (cache.memory.row_bytes * cache.groups))
 
     def _in_flight(self) -> int:
-        return sum(len(request.awaited) for request in self._ahead if not request.asked)
+        return sum(int(np.count_nonzero(request.coming)) for request in self._ahead if not request.asked)

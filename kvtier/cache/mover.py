@@ -46,23 +46,16 @@ class Mover:
         self._sequence = 0
         self._closing = False
 
-    def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer. It comes back through `collect`, whatever happens."""
-        n = len(transfer.slots)
-        transfer.statuses = [RowStatus.CLOSED] * n
-        transfer.dropped = np.zeros(n, np.bool_)
-        transfer.damaged = np.zeros(n, np.bool_)
+    def submit(self, *transfers: Transfer) -> None:
+        """Queue transfers. They come back through `collect`, whatever happens."""
+        for transfer in transfers:
+            n = len(transfer.slots)
+            transfer.statuses = [RowStatus.CLOSED] * n
+            transfer.dropped = np.zeros(n, np.bool_)
+            transfer.damaged = np.zeros(n, np.bool_)
         with self._lock:
-            if n == 0 or self._closing:
-                transfer.dropped[:] = True
-                self._ended(transfer)
-                return
-            link = self._link(transfer.tier.name)
-            pieces = list(itertools.pairwise(link.bounds(transfer)))
-            transfer.left = len(pieces)
-            for start, stop in pieces:
-                self._sequence += 1
-                link.push(Chunk(int(transfer.urgency), self._sequence, transfer, start, stop))
+            for transfer in transfers:
+                self._queue(transfer)
 
     def collect(self, rows: int | None = None) -> list[Transfer]:
         """Transfers that ended since the last call, in order of ending; with `rows`, as many as bring so many rows, one
@@ -175,6 +168,19 @@ class Mover:
                 link.close()
             self._tell_idle()
         _join(self.threads, timeout_s)
+
+    def _queue(self, transfer: Transfer) -> None:
+        n = len(transfer.slots)
+        if n == 0 or self._closing:
+            transfer.dropped[:] = True
+            self._ended(transfer)
+            return
+        link = self._link(transfer.tier.name)
+        pieces = list(itertools.pairwise(link.bounds(transfer)))
+        transfer.left = len(pieces)
+        for start, stop in pieces:
+            self._sequence += 1
+            link.push(Chunk(int(transfer.urgency), self._sequence, transfer, start, stop))
 
     def _link(self, name: str) -> Link:
         if name not in self._links:

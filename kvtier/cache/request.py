@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.discovery import Question
 from kvtier.cache.lease import Lease
+from kvtier.index.residency import ABSENT
 from kvtier.model.keys import Chain, chain_length
 from kvtier.model.request import MissReason, RequestContext
 from kvtier.place.hints import Hint
 
+if TYPE_CHECKING:
+    from kvtier.cache.promoting import Promotion
+
+Mask = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.intp]
+Slots = npt.NDArray[np.int32]
 States = npt.NDArray[np.uint8]
 
 
@@ -36,11 +44,24 @@ class LoadPlan:
     blocks: int
     states: States
     epoch: int
+    packed: bytes = b""
+    """`states`, row after row: an engine that asks for each of ten thousand rows gets no cheaper answer."""
+
+    def __post_init__(self) -> None:
+        self.packed = self.states.tobytes()
 
     @property
     def waiting(self) -> bool:
         """Whether any offered block is still on its way."""
-        return bool((self.states == BlockState.PENDING).any())
+        return BlockState.PENDING in self.packed
+
+    def prefix(self, block: int, group: int, most: int) -> int | None:
+        """How many blocks from `block` on it offers in a row, up to `most`. None: one of them is still on its way."""
+        offset = block - self.start
+        states = self.states[offset : min(offset + most, self.blocks), group] if offset >= 0 else self.states[:0, 0]
+        misses = np.flatnonzero(states == BlockState.MISS)
+        offered = int(misses[0]) if misses.size else len(states)
+        return None if (states[:offered] == BlockState.PENDING).any() else offered
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +82,10 @@ class CachedRequest:
     # What shared tiers were asked for this request and have not answered, and how long it waits for that.
     asking: list[Question] = field(default_factory=list)
     asked_s: float = 0.0
-    pending: dict[tuple[int, int], int] = field(default_factory=dict)
-    awaited: set[tuple[int, int]] = field(default_factory=set)
-    promoted_from: dict[int, str] = field(default_factory=dict)
+    pending: Slots = field(default_factory=lambda: np.full((0, 1), ABSENT, np.int32))  # granted, not yet written
+    awaited: set[Promotion] = field(default_factory=set)
+    coming: Mask = field(default_factory=lambda: np.zeros(0, np.bool_))  # rows on their way for it
+    promoted_from: dict[str, Mask] = field(default_factory=dict)  # blocks that were not in memory, by tier
     failed: dict[int, MissReason] = field(default_factory=dict)
     declined: int = 0
     cut_reason: MissReason | None = None
@@ -78,7 +100,76 @@ class CachedRequest:
     finished: bool = False
     ended: bool = False
 
+    def waits_no_more(self) -> None:
+        """What it waited for is not for it any more."""
+        self.awaited.clear()
+        self.coming[:] = False
+
+    def expects(self, rows: Mask) -> None:
+        """These rows (from block 0 on) are on their way for it, too."""
+        self.coming = _grown(self.coming, rows)
+        self.coming[: len(rows)] |= rows
+
+    def grant(self, blocks: Indices, groups: Indices, slots: Slots, n_groups: int) -> None:
+        """The engine writes these rows, and into which slots."""
+        need = int(blocks.max()) + 1 if len(blocks) else 0
+        if need > len(self.pending):
+            room = np.full((max(need, self.blocks), n_groups), ABSENT, np.int32)
+            if len(self.pending):
+                room[: len(self.pending)] = self.pending
+            self.pending = room
+        self.pending[blocks, groups] = slots
+
+    def take_granted(self, blocks: Indices, groups: Indices) -> Slots:
+        """The slots of rows granted, which are not pending any more; -1 for rows that were not."""
+        slots = np.full(len(blocks), ABSENT, np.int32)
+        known = blocks < len(self.pending)
+        at = blocks[known], groups[known]
+        slots[known] = self.pending[at]
+        self.pending[at] = ABSENT
+        return slots
+
+    def is_granted(self, block: int, group: int) -> bool:
+        """Whether the engine writes this row now."""
+        return block < len(self.pending) and bool(self.pending[block, group] != ABSENT)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the engine was granted rows it has not written yet."""
+        return bool((self.pending != ABSENT).any())
+
+    def arrived(self, promotion: Promotion) -> None:
+        """What it waited for has arrived, or failed to."""
+        self.awaited.discard(promotion)
+        if len(self.coming):
+            known = promotion.blocks < len(self.coming)
+            self.coming[promotion.blocks[known], promotion.groups[known]] = False
+
+    def comes_from(self, tier: str, blocks: Indices) -> None:
+        """These blocks are being read from a tier for it."""
+        read = np.zeros(self.blocks, np.bool_)
+        read[blocks] = True
+        for other, mask in self.promoted_from.items():
+            if other != tier:
+                mask &= ~read[: len(mask)]
+        before = self.promoted_from.get(tier, read)
+        self.promoted_from[tier] = _grown(before, read) | _grown(read, before)
+
+    def promoted(self, blocks: Indices) -> dict[str, int]:
+        """How many of these blocks came from which tier below memory."""
+        counts = {
+            tier: int(np.count_nonzero(mask[blocks[blocks < len(mask)]])) for tier, mask in self.promoted_from.items()
+        }
+        return {tier: count for tier, count in counts.items() if count}
+
     @property
     def blocks(self) -> int:
         """Blocks named so far."""
         return chain_length(self.chain)
+
+
+def _grown(mask: Mask, to: Mask) -> Mask:
+    """`mask`, with room for as many blocks as `to` has."""
+    if len(mask) >= len(to):
+        return mask
+    return np.concatenate([mask.reshape(-1, *to.shape[1:]), np.zeros_like(to[len(mask) :])])

@@ -26,8 +26,8 @@ from kvtier.cache.level import Level
 from kvtier.cache.mover import Mover
 from kvtier.cache.paths import Paths, Run
 from kvtier.cache.recovery import Rebuild
+from kvtier.cache.storage_policy import StoragePolicy
 from kvtier.cache.storing import Storing
-from kvtier.cache.traffic import Traffic
 from kvtier.cache.visits import Question, Visits
 from kvtier.clock import Clock, MonotonicClock
 from kvtier.config import CacheConfig
@@ -36,8 +36,8 @@ from kvtier.index.tree import PrefixTree
 from kvtier.model.keys import KEY_BYTES, chain_length
 from kvtier.model.request import MissReason
 from kvtier.observe.metrics import Labels, Recorder
-from kvtier.place.gate import LinkLoad, PrefillModel, choose_cut, recompute_by_cut
 from kvtier.place.policy import EvictionPolicy, TierView, make_policy
+from kvtier.predict.forecast import Forecast
 from kvtier.tiers.inflight import InFlight
 from kvtier.tiers.protocol import RowStatus, Tier
 
@@ -60,15 +60,15 @@ class StorageCache:
         self.geometry = geometry
         self.tree = PrefixTree()
         self.recorder = Recorder()
-        self.prefill = PrefillModel()
-        self._traffic = Traffic(self.clock, self.recorder, config.io_threads, [tier.name for tier in tiers])
+        self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=geometry.block_tokens)
         self._paths = Paths(self.tree)
         found = [Rebuild(self.tree, self._level(arrival), arrival) for arrival in arrivals(tiers, self.recorder)]
         self.levels = by_cost(rebuild.level for rebuild in found)
         self._leaving = Leaving(self.tree)
         self._cleared = Cleared()
-        self._storing = Storing(self.levels, self.tree, self._paths, self.recorder, geometry)
-        self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens)
+        self.policy = StoragePolicy(config, geometry, self.tree, self.levels, self.clock, self.recorder, self.forecast)
+        self._storing = Storing(self.levels, self.tree, self._paths, self.recorder, geometry, self.policy.worth_writing)
+        self._visits = Visits(self.tree, self.levels, self.recorder, geometry.block_tokens, self.forecast)
         self._ghosts = Ghosts(self.tree, self._residencies, config.ghost_blocks)
         self._mover = Mover(config.io_threads, config.chunk_bytes, config.link_budgets)
         self._lock = threading.Lock()
@@ -90,8 +90,7 @@ class StorageCache:
         with self._lock:
             if self._closed or not keys:
                 return 0
-            self._visits.expire(self.clock.now())
-            self._land_late()
+            self._tick(self.clock.now())
             runs = self._paths.place(keys, head)
             asked = self._inquiry.ask(
                 runs, _leading(self._storing.present(runs, chain_length(keys))), chain_length(keys)
@@ -106,9 +105,11 @@ class StorageCache:
         undefined."""
         n = chain_length(keys)
         done, failed = np.zeros(n, np.bool_), dict[int, MissReason]()
-        deadline_s = time.monotonic() + self.config.load_deadline_s
         source = np.full(n, -1, np.int8)
         with self._in_flight.transfer() as admitted:
+            began_s = time.monotonic()
+            with self._lock:
+                deadline_s = began_s + self.policy.load_deadline_s(self._paths.known(keys))
             levels = list(self.levels if admitted else [])
             for index, level in enumerate(levels):
                 with self._lock:
@@ -124,6 +125,7 @@ class StorageCache:
                 if done.all():
                     break
             with self._lock:
+                self.policy.waited(time.monotonic() - began_s)
                 self._account_load(keys, done, [levels[i].name for i in source[: _leading(done)].tolist()], failed)
         return [bool(ok) for ok in done]
 
@@ -136,8 +138,7 @@ class StorageCache:
                 return [False] * n
             with self._lock:
                 now = self.clock.now()
-                self._visits.expire(now)
-                self._land_late()
+                self._tick(now)
                 runs = self._paths.place(keys, head)
                 # Before room is made, so that nothing of this path is the next victim.
                 for run in runs:
@@ -213,8 +214,8 @@ class StorageCache:
     def observe_prefill(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """One engine step computed tokens [start, stop) of some prompts in `seconds`: what loading competes with."""
         with self._lock:
-            self.prefill.observe(spans, seconds)
-            self._traffic.prefilled(seconds)
+            self.policy.prefill.observe(spans, seconds)
+            self.policy.traffic.prefilled(seconds)
 
     def note_fault(self, reason: str) -> None:
         """Something failed in the engine's own calls around this cache."""
@@ -234,7 +235,7 @@ class StorageCache:
         """What was counted since the last call, and the gauges now."""
         with self._lock:
             if not self._closed:
-                self._visits.expire(self.clock.now())
+                self._tick(self.clock.now())
                 self._gauges()
             return self.recorder.drain()
 
@@ -248,7 +249,7 @@ class StorageCache:
     def _gauges(self) -> None:
         for level in self.levels:
             level.gauges()
-        self._traffic.gauges()
+        self.policy.gauges()
         self.recorder.set("kvtier_leases", self.leases())
         self.recorder.set("kvtier_segments", len(self.tree))
         self.recorder.set("kvtier_index_blocks", self.tree.blocks)
@@ -262,7 +263,7 @@ class StorageCache:
         now = self.clock.now()
         where, slots, reasons = self._storing.where(runs, chain_length(keys))
         found = _leading(where >= 0)
-        offered = self._gate(runs[0].depth, where[:found])
+        offered = self.policy.worth_loading(runs[0].depth, where[:found])
         reasons[offered:found] = [MissReason.DECLINED_RECOMPUTE_CHEAPER] * (found - offered)
         question = Question(keys, offered, reasons[offered:], self._promise(where[:offered], slots))
         self._visits.asked(question, [run.chain for run in runs], runs[0].before, now)
@@ -270,23 +271,6 @@ class StorageCache:
         self._ghosts.prune()
         self.recorder.observe("kvtier_control_seconds", time.perf_counter() - began, "find")
         return offered
-
-    def _gate(self, depth: int, where: Levels) -> int:
-        """How many of the blocks found are faster to load than to compute."""
-        n = len(where)
-        if not n or not self.config.gate:
-            return n
-        size = self.geometry.block_tokens
-        links = []  # read one after the other: `load` goes from level to level
-        for index, level in enumerate(self.levels):
-            here = np.cumsum(np.concatenate([[0], where == index])) * float(level.row_bytes * self.geometry.groups)
-            if here[-1]:
-                links.append([LinkLoad(level.curve(0), here, self._traffic.link_price(level.name))])
-        # The prompt may go on after what was asked for: its last part is computed either way.
-        recompute = recompute_by_cut(self.prefill, depth * size, size, (depth + n) * size, n)
-        cut = choose_cut(links, recompute, n, self._traffic.gpu_now())
-        self._traffic.decided("", depth * size, (depth + n) * size, cut)
-        return cut.blocks
 
     def _promise(self, where: Levels, slots: list[Slots]) -> list[Lease]:
         leases = []
@@ -343,7 +327,7 @@ class StorageCache:
             copy.lease.release()
         transfer = copy.transfer
         if transfer.read:
-            self._traffic.moved(copy.level.name, transfer.seconds)
+            self.policy.traffic.moved(copy.level.name, transfer.seconds)
         copy.level.health.note(*transfer.asked, transfer.calls, transfer.read, copy.level.row_bytes, transfer.seconds)
 
     def _give_up(self, late: list[Copy]) -> None:
@@ -364,6 +348,11 @@ class StorageCache:
         if self._leaving.levels:
             self._leaving.step(lambda level: not level.book.outstanding and self._storing.idle(level))
 
+    def _tick(self, now: float) -> None:
+        self._visits.expire(now)
+        self._land_late()
+        self.policy.watch.tick(now)
+
     def _step(self) -> None:
         with self._lock:
             self._land_late()
@@ -381,7 +370,7 @@ class StorageCache:
 
     def _level(self, arrival: Arrival) -> Level:
         def policy(view: TierView) -> EvictionPolicy:
-            return make_policy(self.config.policy, view)
+            return make_policy(self.config.policy, view, self.forecast)
 
         groups, closed = self.geometry.groups, self.geometry.closed_groups
         tier, capacity, probe = arrival.tier, arrival.capacity_rows, arrival.cost

@@ -8,7 +8,7 @@ levels publish in the order of submission, because a later write may end first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,17 +17,21 @@ import numpy.typing as npt
 
 from kvtier.cache.lease import Lease
 from kvtier.cache.level import Level
-from kvtier.cache.manifest import RowIds, RowViews, row_keys
+from kvtier.cache.manifest import RowIds, RowViews
 from kvtier.cache.mover import Transfer, Urgency
 from kvtier.cache.request import CachedRequest
+from kvtier.index.marks import Marks
 from kvtier.index.residency import ABSENT
-from kvtier.model.keys import key_at
+from kvtier.index.tree import Match
 from kvtier.tiers.protocol import RowStatus
 
 if TYPE_CHECKING:
     from kvtier.cache.tier_cache import TierCache
 
 Slots = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+_UNDER_WAY = 1
 
 
 class RowRef(NamedTuple):
@@ -37,14 +41,41 @@ class RowRef(NamedTuple):
     group: int
 
 
+Rows = Sequence[RowRef] | Indices
+"""Rows one by one, or as an array of (block, group)."""
+
+
+def as_rows(rows: Rows) -> tuple[Indices, Indices]:
+    """Blocks and groups of rows, given as an array of pairs or one by one."""
+    pairs = np.asarray(rows, np.intp).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Rows the engine shall write: which of those it offered (ascending), and into which memory slots."""
+
+    at: Indices
+    blocks: Indices
+    groups: Indices
+    slots: Slots
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __iter__(self) -> Iterator[tuple[RowRef, int]]:
+        for block, group, slot in zip(self.blocks.tolist(), self.groups.tolist(), self.slots.tolist(), strict=True):
+            yield RowRef(block, group), slot
+
+
 @dataclass(slots=True, eq=False)
 class WriteThrough:
     """Rows being copied from memory to a lower level."""
 
     level: Level
     chain: bytes
-    blocks: npt.NDArray[np.intp]
-    groups: npt.NDArray[np.intp]
+    blocks: Indices
+    groups: Indices
     source: Lease
     generation: int
     transfer: Transfer | None = None
@@ -53,11 +84,11 @@ class WriteThrough:
 
 @dataclass(slots=True)
 class UnderWay:
-    """What is being written to one level: in order of submission, by key, and how many rows were submitted and not yet
+    """What is being written to one level: in order of submission, by row, and how many rows were submitted and not yet
     published (a write that ended may still wait for one before it)."""
 
+    marks: Marks
     writes: deque[WriteThrough] = field(default_factory=deque)
-    keys: set[tuple[bytes, int]] = field(default_factory=set)
     rows: int = 0
 
 
@@ -66,75 +97,75 @@ class Storer:
 
     def __init__(self, cache: TierCache) -> None:
         self._cache = cache
-        self._storing: set[tuple[bytes, int]] = set()
+        self._storing = Marks(cache.tree, cache.groups)
         self._below: dict[Level, UnderWay] = {}
         self._generation = 0
 
-    def offer(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
+    @property
+    def storing_rows(self) -> int:
+        """Rows the engine was granted and has not written yet."""
+        return self._storing.rows
+
+    def offer(self, request: CachedRequest, rows: Rows) -> Granted:
         """Which of the offered rows the engine shall write, and into which memory slot. In order of the offer.
 
         Rows resident or under way are left out. If memory has no room for all, the tail is refused.
         """
-        cache = self._cache
-        if cache.memory.lossy and not request.context.lossy:
-            return []
-        memory = cache.memory.residency.slots_of(cache.tree.walk(request.chain))
-        known = len(memory)
-        wanted: list[RowRef] = []
-        again: list[RowRef] = []
-        for row in sorted(rows):
-            key = key_at(request.chain, row.block)
-            if row.block < known and memory[row.block, row.group] != ABSENT:
-                again.append(row)
-            elif (key, row.group) not in self._storing:
-                wanted.append(row)
-        if again:
-            self._write_through(request.chain, again, request.context.lossy)
-        wanted += cache.canary.choose(request, again)
-        slots = self._reserve(wanted)
-        wanted = wanted[: len(slots)]
-        granted = dict(zip(wanted, slots.tolist(), strict=True))
-        for row, slot in granted.items():
-            request.pending[row] = slot
-            if row not in request.compared:
-                self._storing.add((key_at(request.chain, row.block), row.group))
-        return [(row, granted[row]) for row in rows if row in granted]
+        cache, chain = self._cache, request.chain
+        blocks, groups = as_rows(rows)
+        if not len(blocks) or (cache.memory.lossy and not request.context.lossy):
+            return _granted(blocks, groups, blocks[:0], np.empty(0, np.int32))
+        match = self._match(chain, blocks)
+        resident = cache.memory.residency.slots_of(match)[blocks, groups] != ABSENT
+        wanted = ~resident & (self._storing.of(match)[blocks, groups] == 0)
+        if resident.any():
+            self._write_through(chain, int(blocks[resident].max()) + 1, request.context.lossy)
+        order = np.lexsort((groups, blocks))
+        chosen = order[wanted[order]]
+        compared = order[resident[order]]
+        if request.canary:
+            again = cache.canary.choose(request, blocks[compared], groups[compared])
+            chosen = np.concatenate([chosen, compared[again]])
+        slots = self._reserve(len(chosen))
+        fits = chosen[: len(slots)]
+        request.grant(blocks[fits], groups[fits], slots, cache.groups)
+        new = fits[wanted[fits]]
+        self._storing.set(match, blocks[new], groups[new], _UNDER_WAY)
+        back = np.argsort(fits)
+        return _granted(blocks, groups, fits[back], slots[back])
 
-    def commit(self, request: CachedRequest, rows: Sequence[RowRef]) -> None:
+    def commit(self, request: CachedRequest, rows: Rows) -> None:
         """The engine has written these rows: publish them and write them through. Unknown rows (stored before a reset)
         are ignored."""
-        cache = self._cache
-        done = sorted(row for row in rows if row in request.pending)
-        taken = {row: request.pending.pop(row) for row in done}
-        compared = [row for row in done if row in request.compared]
-        if compared:
-            for row in compared:
-                cache.canary.compare(request, row, taken[row])
-            cache.memory.release(np.array([taken[row] for row in compared], np.int32))
-            done = [row for row in done if row not in request.compared]
-        for row in done:
-            self._storing.discard((key_at(request.chain, row.block), row.group))
+        cache, chain = self._cache, request.chain
+        blocks, groups = as_rows(rows)
+        order = np.lexsort((groups, blocks))
+        blocks, groups = blocks[order], groups[order]
+        slots = request.take_granted(blocks, groups)
+        if request.compared:
+            slots = self._compare(request, blocks, groups, slots)
+        done = slots != ABSENT
+        blocks, groups, slots = blocks[done], groups[done], slots[done]
+        if not len(blocks):
+            return
+        self._storing.clear(self._match(chain, blocks), blocks, groups, _UNDER_WAY)
         for group in cache.group_order:
-            mine = [row for row in done if row.group == group]
-            if not mine:
-                continue
-            blocks = np.array([row.block for row in mine], np.intp)
-            slots = np.array([taken[row] for row in mine], np.int32)
-            cache.levels.publish_in_memory(request.chain, group, blocks, slots, 0)
-        if done:
-            cache.epoch += 1
-            cache.memory.copied("write", len(done))
-            self._write_through(request.chain, done, request.context.lossy)
-            if request.ended:
-                cache.writing.ended(request, cache.tree.walk(request.chain).path)
+            mine = groups == group
+            if mine.any():
+                cache.levels.publish_in_memory(chain, group, blocks[mine], slots[mine], 0)
+        cache.epoch += 1
+        cache.memory.copied("write", len(blocks))
+        self._write_through(chain, int(blocks[-1]) + 1, request.context.lossy)
+        if request.ended:
+            cache.writing.ended(request, cache.tree.walk(chain).path)
 
     def abort(self, request: CachedRequest) -> None:
         """Give back what the request was granted and will never write."""
-        if request.pending:
-            for row in request.pending:
-                self._storing.discard((key_at(request.chain, row[0]), row[1]))
-            self._cache.memory.release(np.array(list(request.pending.values()), np.int32))
-            request.pending.clear()
+        blocks, groups = np.nonzero(request.pending != ABSENT)
+        if len(blocks):
+            slots = request.take_granted(blocks, groups)
+            self._storing.clear(self._cache.tree.walk(request.chain), blocks, groups, _UNDER_WAY)
+            self._cache.memory.release(slots)
 
     def finished(self, transfer: Transfer) -> None:
         """A write ended. Publish it, and those before and after it that ended too, in order of submission."""
@@ -152,30 +183,46 @@ class Storer:
 
     def reset(self) -> None:
         """Writes under way belong to nobody: their slots are given back when they end."""
-        self._storing.clear()
+        self._storing.reset()
         self._generation += 1
 
     # --- internals ----------------------------------------------------------------------------------------------
 
-    def _reserve(self, wanted: list[RowRef]) -> Slots:
+    def _match(self, chain: bytes, blocks: Indices) -> Match:
+        """The chain in the tree, as far as these blocks at least."""
+        tree = self._cache.tree
+        match = tree.walk(chain)
+        if match.blocks <= int(blocks.max()):
+            tree.insert(chain)
+            match = tree.walk(chain)
+        return match
+
+    def _compare(self, request: CachedRequest, blocks: Indices, groups: Indices, slots: Slots) -> Slots:
+        """Rows a canary wrote beside those that are cached: compared, given back, and not published."""
+        for row in sorted(request.compared):
+            at = np.flatnonzero((blocks == row[0]) & (groups == row[1]) & (slots != ABSENT))
+            if at.size:
+                self._cache.canary.compare(request, row, int(slots[at[0]]))
+                self._cache.memory.release(slots[at])
+                slots[at] = ABSENT
+        return slots
+
+    def _reserve(self, wanted: int) -> Slots:
         """Slots for as many leading rows as there is room for."""
-        cache, n = self._cache, len(wanted)
+        cache, n = self._cache, wanted
         while n:
             slots = cache.memory.make_room(n)
             if slots is not None:
-                if n < len(wanted):
-                    cache.recorder.add("kvtier_stores_refused", len(wanted) - n, cache.memory.name, "no_room")
                 cache.seals.broken(slots)
-                return slots
+                break
             n //= 2
-        if wanted:
-            cache.recorder.add("kvtier_stores_refused", len(wanted), cache.memory.name, "no_room")
-        return np.empty(0, np.int32)
+        if n < wanted:
+            cache.recorder.add("kvtier_stores_refused", wanted - n, cache.memory.name, "no_room")
+        return slots if n and slots is not None else np.empty(0, np.int32)
 
-    def _write_through(self, chain: bytes, rows: Sequence[RowRef], lossy: bool) -> None:
-        """Queue copies of memory rows up to the last of `rows` to every lower level that lacks them: those refused
+    def _write_through(self, chain: bytes, stop: int, lossy: bool) -> None:
+        """Queue copies of memory rows of the first `stop` blocks to every lower level that lacks them: those refused
         earlier, too, without which the new ones could not be published."""
-        stop = max(row.block for row in rows) + 1
         for level in self._cache.lower:
             if not self._cache.writing.waits_for_end(level):
                 self.write_down(level, chain, stop, lossy)
@@ -189,11 +236,10 @@ class Storer:
         memory = cache.memory.residency.slots_of(match)[:stop]
         there = level.residency.slots_of(match)[:stop] != ABSENT
         wanted = (memory != ABSENT) & ~there
-        writing = self._below[level].keys if level in self._below else ()
-        if writing:
-            for block, group in np.argwhere(wanted).tolist():
-                if (key_at(chain, block), group) in writing:
-                    wanted[block, group], there[block, group] = False, True
+        below = self._below.get(level)
+        if below is not None:
+            writing = wanted & (below.marks.of(match)[:stop] != 0)
+            wanted, there = wanted & ~writing, there | writing
         for group in cache.closed_groups:
             holes = np.flatnonzero(~(there | wanted)[:, group])
             wanted[int(holes[0]) if holes.size else stop :] = False
@@ -204,7 +250,7 @@ class Storer:
             # Made up for at the next store of this chain: what memory has and the level lacks is looked for each time.
             cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "conservative")
         elif level.health.usable():
-            self._write(level, chain, blocks, groups, memory[blocks, groups])
+            self._write(level, chain, match, blocks, groups, memory[blocks, groups])
         else:
             cache.recorder.add("kvtier_stores_refused", len(blocks), level.name, "tier_down")
 
@@ -212,13 +258,14 @@ class Storer:
         self,
         level: Level,
         chain: bytes,
-        blocks: npt.NDArray[np.intp],
-        groups: npt.NDArray[np.intp],
+        match: Match,
+        blocks: Indices,
+        groups: Indices,
         memory_slots: Slots,
     ) -> None:
         cache, n = self._cache, len(blocks)
-        below = self._below.setdefault(level, UnderWay())
-        fits = max(0, cache.config.store_backlog_bytes // level.row_bytes - below.rows)
+        below = self._below.get(level)
+        fits = max(0, cache.config.store_backlog_bytes // level.row_bytes - (below.rows if below else 0))
         if n > fits:
             cache.recorder.add("kvtier_stores_refused", n - fits, level.name, "backlog")
             blocks, groups, memory_slots, n = blocks[:fits], groups[:fits], memory_slots[:fits], fits
@@ -231,9 +278,11 @@ class Storer:
             source.release()
             cache.recorder.add("kvtier_stores_refused", n, level.name, "no_room")
             return
+        if below is None:
+            below = self._below[level] = UnderWay(Marks(cache.tree, cache.groups))
         below.rows += n
         write = WriteThrough(level, chain, blocks, groups, source, self._generation)
-        below.keys.update(row_keys(chain, blocks, groups))
+        below.marks.set(match, blocks, groups, _UNDER_WAY)
         ids, views = RowIds(chain, blocks, groups), RowViews(cache.memory_row, memory_slots)
         write.transfer = Transfer(level.tier, slots, ids, views, False, Urgency.STORE, write)
         write.transfer.seals, write.transfer.memory_slots = cache.seals, memory_slots
@@ -246,9 +295,10 @@ class Storer:
         write.source.release()
         below = self._below[write.level]
         below.rows -= len(transfer.rows)
-        below.keys.difference_update(row_keys(write.chain, write.blocks, write.groups))
+        below.marks.clear(self._cache.tree.walk(write.chain), write.blocks, write.groups, _UNDER_WAY)
         if not below.rows:
             del self._below[write.level]
+            self._cache.tree.unlisten([below.marks])
         for block in write.blocks[transfer.damaged].tolist():
             self._cache.damage.found(write.chain, block)
         ok = np.array([status is RowStatus.OK for status in transfer.statuses])
@@ -260,3 +310,7 @@ class Storer:
             mine = ok & (write.groups == group)
             if mine.any():
                 write.level.publish(write.chain, group, write.blocks[mine], transfer.slots[mine])
+
+
+def _granted(blocks: Indices, groups: Indices, at: Indices, slots: Slots) -> Granted:
+    return Granted(at, blocks[at], groups[at], slots)

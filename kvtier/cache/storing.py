@@ -6,7 +6,7 @@ A row that one call is writing is not written by another; it can be found when i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +31,16 @@ class Storing:
     """Stores of one StorageCache. All under the cache's lock; `levels` is the cache's own list."""
 
     def __init__(
-        self, levels: Sequence[Level], tree: PrefixTree, paths: Paths, recorder: Recorder, geometry: Geometry
+        self,
+        levels: Sequence[Level],
+        tree: PrefixTree,
+        paths: Paths,
+        recorder: Recorder,
+        geometry: Geometry,
+        worth: Callable[[Level, Sequence[Run], Mask], Mask],
     ) -> None:
+        """`worth` says which of the rows missing in a level are written there."""
+        self._worth = worth
         self._levels = levels
         self._tree = tree
         self._paths = paths
@@ -109,6 +117,7 @@ class Storing:
         if not level.health.usable():
             self._recorder.add("kvtier_stores_refused", int(missing.sum()), level.name, "tier_down")
             return []
+        missing = self._worth(level, runs, missing)
         copies = []
         for run in runs:
             rows = missing[run.part]

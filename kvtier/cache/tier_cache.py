@@ -8,7 +8,6 @@ Every method but `attach` is called by whoever holds `lock`: the engine's thread
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -25,13 +24,15 @@ from kvtier.cache.ghosts import Ghosts
 from kvtier.cache.hierarchy import Hierarchy
 from kvtier.cache.hinted import Hinted
 from kvtier.cache.level import Level
-from kvtier.cache.loads import Loader, Promotion
+from kvtier.cache.loads import Loader
 from kvtier.cache.look_ahead import LookAhead
 from kvtier.cache.mover import Mover, Transfer, Urgency
+from kvtier.cache.promoting import Promotion
 from kvtier.cache.request import CachedRequest, LoadPlan
 from kvtier.cache.seals import Seals
 from kvtier.cache.seeker import Seeker
-from kvtier.cache.stores import RowRef, Storer
+from kvtier.cache.speculation import Speculation
+from kvtier.cache.stores import Granted, Rows, Storer, as_rows
 from kvtier.cache.traffic import Traffic
 from kvtier.cache.watch import Watch
 from kvtier.cache.writing import Writing
@@ -92,17 +93,17 @@ class TierCache:
         # Whoever calls holds it: the engine's thread, or the timekeeper while the engine sleeps (docs/decisions/0008).
         self.lock = threading.RLock()
         self.levels = Hierarchy(config, geometry, self.tree, self.clock, self.recorder, memory, lower)
-        self.forecast = self.levels.forecast
-        self.memory = self.levels.memory
+        self.forecast, self.memory = self.levels.forecast, self.levels.memory
         self.group_order = self.memory.group_order
         self.seeker = Seeker(self)
         self.canary = Canary(self, config.canary_share, geometry.dtype)
         self.damage = Damage(self)
         self.loader = Loader(self)
         self.storer = Storer(self)
-        self.watch = Watch(self.memory, self.traffic, self.recorder)
+        self.watch = Watch(lambda: self.memory.residency.pinned_share, self.traffic, self.recorder)
         self.hinted = Hinted(self, HintLimits(pin_bytes_per_client=config.hint_pin_bytes))
         self.look_ahead = LookAhead(self)
+        self.speculation = Speculation(self)
         self.writing = Writing(self)
         self.memory.relieve = self.hinted.relieve
         self._ghosts = Ghosts(self.tree, self.levels.residencies, config.ghost_blocks)
@@ -134,6 +135,7 @@ class TierCache:
         self.levels.arrived(path, context)
         self._ghosts.visited(path)
         self.hinted.arrived(request)
+        self.speculation.arrived(path, context)
         self.look_ahead.arrived(request)
         self.seeker.ask(request)
         return request
@@ -178,17 +180,16 @@ class TierCache:
         self.hinted.started(request)
         self.look_ahead.started(request)
 
-    def take_load(self, request: CachedRequest, rows: Sequence[RowRef]) -> Slots:
+    def take_load(self, request: CachedRequest, rows: Rows) -> Slots:
         """Lease the memory slots of `rows` (of the last plan) until `end_load`, in the order given."""
         if request.load is not None:
             raise IntegrityError(f"request {request.context.request_id} is loading already")
-        slots_of = self.memory.residency.slots_of(self.tree.walk(request.chain))
-        where = np.fromiter(itertools.chain.from_iterable(rows), np.intp, 2 * len(rows)).reshape(-1, 2)
-        slots: Slots = slots_of[where[:, 0], where[:, 1]]
+        blocks, groups = as_rows(rows)
+        slots: Slots = self.memory.residency.slots_of(self.tree.walk(request.chain))[blocks, groups]
         if (slots == ABSENT).any():
             raise IntegrityError(f"request {request.context.request_id} loads a block that was not promised")
         request.load = self.memory.book.take(slots, request.context.request_id)
-        self._accounting.loaded(request, np.unique(where[:, 0]))
+        self._accounting.loaded(request, np.flatnonzero(np.bincount(blocks)))
         self.memory.copied("read", len(rows))
         self.loader.release_hold(request)
         request.limit_blocks = None
@@ -202,11 +203,11 @@ class TierCache:
             self.damage.loaded(request, load)
         self._let_go(request)
 
-    def offer_store(self, request: CachedRequest, rows: Sequence[RowRef]) -> list[tuple[RowRef, int]]:
+    def offer_store(self, request: CachedRequest, rows: Rows) -> Granted:
         """Which computed rows the engine shall write, and where. See `Storer.offer`."""
         return self.storer.offer(request, rows)
 
-    def commit_store(self, request: CachedRequest, rows: Sequence[RowRef]) -> None:
+    def commit_store(self, request: CachedRequest, rows: Rows) -> None:
         """The engine has written these rows."""
         self.storer.commit(request, rows)
         self._let_go(request)
@@ -269,15 +270,12 @@ class TierCache:
         self._take_in_transfers(_ROWS_A_POLL)
         self.levels.step(lambda level: not level.moving and not self.storer.under_way(level))
         now = self.clock.now()
-        self.hinted.tick(now)
-        self.watch.tick(now)
+        for part in (self.hinted, self.speculation, self.watch):
+            part.tick(now)
 
     def _take_in_transfers(self, rows: int | None = None) -> None:
         for transfer in self.mover.collect(rows):
-            if isinstance(transfer.tag, Promotion):
-                self.loader.finished(transfer)
-            else:
-                self.storer.finished(transfer)
+            (self.loader if isinstance(transfer.tag, Promotion) else self.storer).finished(transfer)
 
     def stepped(self) -> None:
         """The engine has chosen what to run: whoever is still in the queue is looked ahead for."""
@@ -310,8 +308,8 @@ class TierCache:
 
     def reset(self) -> None:
         """Forget every block in every tier. Jobs of the engine are void; copies of ours under way end unseen."""
-        self.hinted.clear()
-        self.look_ahead.clear()
+        for part in (self.hinted, self.look_ahead, self.speculation):
+            part.clear()
         self.seeker.reset()
         self.loader.reset()
         self.storer.reset()
@@ -319,7 +317,7 @@ class TierCache:
             self.loader.release_hold(request)
             self.storer.abort(request)
             self.end_load(request)
-            request.awaited.clear()
+            request.waits_no_more()
             request.limit_blocks = None
         self.levels.clear()
         self.epoch += 1
@@ -331,7 +329,8 @@ class TierCache:
         self.mover.close(drain_s)
         self.poll()
         self._take_in_transfers()
-        self.hinted.clear()
+        for part in (self.hinted, self.speculation):
+            part.clear()
         for request in list(self._live):
             self.end_load(request)
             self.loader.release_hold(request)
@@ -364,11 +363,12 @@ class TierCache:
 
     # --- for the parts of the cache -----------------------------------------------------------------------------
 
-    def submit(self, level: Level, transfer: Transfer) -> None:
-        """Hand a transfer of a usable level to the mover."""
-        level.health.sent()
-        level.moving += 1
-        self.mover.submit(transfer)
+    def submit(self, level: Level, *transfers: Transfer) -> None:
+        """Hand transfers of a usable level to the mover."""
+        if transfers:
+            level.health.sent()
+            level.moving += len(transfers)
+            self.mover.submit(*transfers)
 
     def load_curve(self, level: Level) -> LoadCurve:
         """What reading from a level costs now: measured, behind what is queued there, within its budget."""
@@ -389,7 +389,7 @@ class TierCache:
 
     def _let_go(self, request: CachedRequest) -> None:
         """Forget a request that ended and has no job of the engine under way: a reset voids those that have."""
-        if request.ended and request.load is None and not request.pending:
+        if request.ended and request.load is None and not request.writes:
             self._live.discard(request)
 
     def _overdue(self, request: CachedRequest) -> bool:

@@ -11,8 +11,12 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.cache.cost import CostCurve
 from kvtier.clock import Clock
+from kvtier.model.keys import KEY_BYTES, key_at
 from kvtier.observe.metrics import Recorder
 from kvtier.tiers.health import Breaker, BreakerLimits, BreakerState
 from kvtier.tiers.protocol import RowId, RowStatus, TierProbe
@@ -23,6 +27,7 @@ ON_TRIAL = TierProbe(0.01, 1e8, 0.01, 1e8)
 """What a tier is taken to cost that could not be measured, until it has been used."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
 _MOST_ROWS = 10_000
+_KEY_WORDS = KEY_BYTES // 8
 
 Calls = Sequence[tuple[int, float]]
 """(bytes, seconds) of calls into a tier."""
@@ -34,6 +39,7 @@ class NegativeCache:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._rows: OrderedDict[tuple[bytes, int], tuple[float, float]] = OrderedDict()
+        self._heads: npt.NDArray[np.uint64] | None = None  # first words of all keys, sorted; None: made when asked for
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -43,6 +49,7 @@ class NegativeCache:
         _, pause_s = self._rows.pop((key, group), (0.0, _FIRST_PAUSE_S / 2))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._rows[key, group] = (self._clock.now() + pause_s, pause_s)
+        self._heads = None
         if len(self._rows) > _MOST_ROWS:
             self._rows.popitem(last=False)
 
@@ -50,11 +57,25 @@ class NegativeCache:
         """The row was read, or written anew."""
         if self._rows:
             self._rows.pop((key, group), None)
+            self._heads = None
 
     def holds(self, key: bytes, group: int) -> bool:
         """Whether the row is to be left alone now."""
         found = self._rows.get((key, group))
         return found is not None and self._clock.now() < found[0]
+
+    def among(self, chain: bytes, blocks: int) -> list[tuple[int, int]]:
+        """(block, group) of the rows of a chain's first `blocks` that are to be left alone now."""
+        if not self._rows or not blocks:
+            return []
+        if self._heads is None:
+            self._heads = np.unique(np.frombuffer(b"".join(key[:8] for key, _ in self._rows), np.uint64))
+        # The first word of a key finds candidates; a prompt of ten thousand blocks is then asked about at once.
+        heads = np.frombuffer(chain, np.uint64, blocks * _KEY_WORDS)[::_KEY_WORDS]
+        at = np.minimum(np.searchsorted(self._heads, heads), len(self._heads) - 1)
+        candidates = np.flatnonzero(self._heads[at] == heads).tolist()
+        groups = {group for _, group in self._rows} if candidates else set()
+        return [(b, g) for b in candidates for g in sorted(groups) if self.holds(key_at(chain, b), g)]
 
 
 class TierHealth:

@@ -20,6 +20,7 @@ from kvtier.index.tree import PrefixTree
 from kvtier.model.keys import chain_length
 from kvtier.model.request import MissReason, Outcome, RequestContext
 from kvtier.observe.metrics import Recorder
+from kvtier.predict.forecast import Forecast
 
 SETTLE_S = 30.0
 
@@ -60,7 +61,10 @@ class Visit:
 class Visits:
     """Open visits of one cache, by the last key asked for. One writer."""
 
-    def __init__(self, tree: PrefixTree, levels: Sequence[Level], recorder: Recorder, block_tokens: int) -> None:
+    def __init__(
+        self, tree: PrefixTree, levels: Sequence[Level], recorder: Recorder, block_tokens: int, forecast: Forecast
+    ) -> None:
+        self._forecast = forecast
         self._tree = tree
         self._levels = levels
         self._recorder = recorder
@@ -170,6 +174,8 @@ class Visits:
         tokens = chain_length(chain) * self._block_tokens
         context = RequestContext(request_id=f"visit-{self._settled}", arrival_s=now, prompt_tokens=tokens)
         outcome = Outcome(finished_s=now)
+        self._forecast.on_arrival(path, context, now)
+        self._forecast.on_finish(path, context, outcome, now)
         for level in self._levels:
             level.policy.on_arrival(path, context, now)
             level.policy.on_finish(path, context, outcome, now)

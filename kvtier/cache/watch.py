@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.cache.level import Level
+from collections.abc import Callable
+
 from kvtier.cache.traffic import Traffic
 from kvtier.observe.metrics import Recorder
 from kvtier.place.mode import ModeLimits, ModeMachine, Signals
@@ -13,9 +14,12 @@ _SAMPLE_S = 1.0
 class Watch:
     """The mode of one cache. One control thread."""
 
-    def __init__(self, memory: Level, traffic: Traffic, recorder: Recorder, limits: ModeLimits | None = None) -> None:
+    def __init__(
+        self, fill: Callable[[], float], traffic: Traffic, recorder: Recorder, limits: ModeLimits | None = None
+    ) -> None:
+        """`fill`: the share of memory that is promised and cannot be evicted."""
         self.machine = ModeMachine(limits)
-        self._memory = memory
+        self._fill = fill
         self._traffic = traffic
         self._recorder = recorder
         self._next_s = 0.0
@@ -28,9 +32,7 @@ class Watch:
 
     def signals(self, now: float) -> Signals:
         """What is seen now."""
-        residency = self._memory.residency
-        fill = residency.pinned_rows / max(1, residency.capacity_rows)
-        return Signals(self._traffic.busiest_link(), self._traffic.load_waits.value(now), fill)
+        return Signals(self._traffic.busiest_link(), self._traffic.load_waits.value(now), self._fill())
 
     def tick(self, now: float) -> None:
         """Called every step; samples when it is time."""

@@ -12,6 +12,7 @@ One writer: not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,11 @@ class Residency:
         """Rows some lease or copy holds."""
         return self._pinned_rows
 
+    @property
+    def pinned_share(self) -> float:
+        """Share of the tier that some lease or copy holds."""
+        return self._pinned_rows / max(1, self._capacity_rows)
+
     def extent(self, segment: Segment) -> int:
         """Leading blocks of `segment` after which nothing is resident."""
         return self._extent.get(segment.id, 0)
@@ -83,6 +89,10 @@ class Residency:
     def leaves(self) -> Iterable[Segment]:
         """Segments with resident blocks and no resident child. Do not change residency while iterating."""
         return self._leaves.values()
+
+    def recent_leaves(self, most: int) -> list[Segment]:
+        """The leaves that became so last, at most so many."""
+        return list(islice(reversed(self._leaves.values()), most))
 
     def slots_of(self, match: Match) -> Slots:
         """Slots of the matched blocks in order: (blocks, groups), -1 where absent. A copy."""

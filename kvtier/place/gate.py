@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 _BINS, _KEPT_PER_BIN = 24, 8
 _MIN_OBSERVATIONS = 3
+_LEAST_PATIENCE_S = 0.1
 # A model that has seen prompts of n tokens says nothing of one more than this many times longer.
 _REACH = 4
 
@@ -213,6 +214,15 @@ def choose_cut(stages: Stages, recompute: Floats | None, n: int, gpu: GpuLoad = 
         cost[1:n] = np.inf
     best = n - int(np.argmin(cost[::-1]))
     return Cut(best, float(load[best]), float(recompute[best]), n, float(ttft[best]), gpu.queue_s, float(recompute[0]))
+
+
+def patience_s(prefill: PrefillModel, start_token: int, stop_token: int, limit_s: float, conservative: bool) -> float:
+    """How long a load of these tokens is waited for: twice what computing them takes, once in conservative mode, and
+    `limit_s` at most. An estimate that the gate does not trust yet ends no load either."""
+    recompute_s = float(prefill.seconds_from(np.array([start_token]), stop_token)[0])
+    if recompute_s <= 0 or not prefill.knows(stop_token - start_token):
+        return limit_s
+    return min(limit_s, max(_LEAST_PATIENCE_S, (1.0 if conservative else 2.0) * recompute_s))
 
 
 def may_start(remaining_load_s: float, compute_s: float) -> bool:

@@ -44,7 +44,14 @@ def crawling_tier(
             ask(llm, [prompt], max_tokens=1)
             into.append(time.perf_counter() - began)
     cache = settle(llm)
-    return {"found_s": median(found), "new_s": median(new), "metrics": metrics("kvtier_"), "leases": cache.leases()}
+    return {
+        "found_s": median(found),
+        "new_s": median(new),
+        # Of the two halves of a pair, a moment apart: what else the machine does meets both.
+        "ratio": median(known_s / unknown_s for known_s, unknown_s in zip(found, new, strict=True)),
+        "metrics": metrics("kvtier_"),
+        "leases": cache.leases(),
+    }
 
 
 def announced_session(

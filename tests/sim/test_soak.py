@@ -106,7 +106,7 @@ class Day:
             "segments": len(cache.tree),
             "live requests": len(cache._live),
             "promotions": cache.loader.promoting_rows,
-            "stores": len(cache.storer._storing),
+            "stores": cache.storer.storing_rows,
             "writes": len(cache.storer._below),
             "failed rows": len(cache.lower[0].health.failed_rows),
             "listeners": len(cache.tree.listeners),

@@ -114,6 +114,23 @@ def test_a_malformed_hint_is_one_clear_error_and_changes_nothing(rig: Rig, body:
     assert len(rig.cache.hinted) == 0
 
 
+def test_nothing_refused_touches_what_holds_already(rig: Rig) -> None:
+    assert (
+        rig.call("POST", "/v1/hints", {"session": "s", "returns_in": "30s"})[1]["results"][0]["outcome"] == "accepted"
+    )
+    before = rig.cache.hinted.standing("s")
+    for body in (
+        b"{",
+        [{"session": "s", "demote": True}, {"session": "s", "returns_in": -1}],
+        {"session": "s", "pin": {}},
+    ):
+        assert rig.call("POST", "/v1/hints", body)[0] == 400
+    assert rig.call("POST", "/v1/tiers/detach", {"tier": "nvmee"})[0] == 400
+    assert rig.call("POST", "/v1/tiers/attach", {"tier": 3})[0] == 400
+    assert rig.cache.hinted.standing("s") == before
+    assert [level.name for level in rig.cache.lower] == ["nvme"]
+
+
 def test_what_a_web_page_could_send_is_refused(rig: Rig) -> None:
     hint = {"session": "s", "returns_in": 3}
     assert rig.call("POST", "/v1/hints", hint, {"Content-Type": "text/plain"})[0] == 415
@@ -130,6 +147,10 @@ def test_with_a_token_only_its_holders_are_served(monkeypatch: pytest.MonkeyPatc
     try:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             assert rig.call("GET", "/v1/state", headers=headers)[0] == 401
+            assert rig.call("POST", "/v1/hints", {"session": "s", "returns_in": 3}, headers)[0] == 401
+            assert rig.call("POST", "/v1/tiers/detach", {"tier": "nvme"}, headers)[0] == 401
+        assert len(rig.cache.hinted) == 0
+        assert rig.cache.lower, "still there"
         assert rig.call("GET", "/v1/state", headers={"Authorization": "Bearer s3cret"})[0] == 200
     finally:
         rig.close()

@@ -6,8 +6,11 @@ import random
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvtier.cache.tier_health import ON_TRIAL, TierHealth
+from kvtier.cache.tier_health import ON_TRIAL, NegativeCache, TierHealth
+from kvtier.model.keys import key_at
 from kvtier.observe.metrics import Recorder
 from kvtier.testing.clock import VirtualClock
 from kvtier.tiers.health import Breaker, BreakerLimits, BreakerState
@@ -236,3 +239,21 @@ def test_a_tier_that_was_never_measured_is_tried_and_is_not_slow() -> None:
         health.note([row], [RowStatus.OK], [(4096, 30.0)], True, 4096, 30.0)
     assert health.breaker.state is BreakerState.CLOSED
     assert recorder.drain()[0]["kvtier_faults", ("pool", "probe_failed")] == 1
+
+
+@given(st.data())
+def test_rows_left_alone_are_found_among_a_chain_s_as_one_by_one(data: st.DataObject) -> None:
+    clock = VirtualClock()
+    rows = NegativeCache(clock)
+    chain = bytes(range(256)) * 2  # 16 keys, the last 8 like the first
+    for _ in range(data.draw(st.integers(0, 12))):
+        block, group = data.draw(st.tuples(st.integers(0, 20), st.integers(0, 1)))
+        key = key_at(chain, block) or bytes(32)
+        if data.draw(st.booleans()):
+            rows.failed(key, group)
+        else:
+            rows.worked(key, group)
+        clock.advance(data.draw(st.sampled_from([0.0, 0.4, 3.0])))
+    blocks = data.draw(st.integers(0, 16))
+    expected = [(b, g) for b in range(blocks) for g in (0, 1) if rows.holds(key_at(chain, b), g)]
+    assert rows.among(chain, blocks) == expected

@@ -99,7 +99,7 @@ def test_the_first_object_of_everyone_goes_before_the_rest_of_anyone(rig: Rig) -
     for _ in range(4):
         rig.cache.stepped()
     heads = [request.chain[:32] for request in requests]
-    assert [len(request.awaited) for request in requests] == [BLOCKS, BLOCKS]
+    assert [int(request.coming.sum()) for request in requests] == [BLOCKS, BLOCKS]
     rig.settle()
     assert set(rig.tier.order[:2]) == set(heads)
     assert len(set(rig.tier.order)) == len(rig.tier.order) == 2 * BLOCKS

@@ -137,7 +137,6 @@ def test_configuration_is_checked_strictly(tmp_path: Any) -> None:
         ("look_ahead", False),
         ("canary_share", 0.1),
         ("control", ":7077"),
-        ("write_admission", "value"),
     ):
         with pytest.raises(ConfigError, match=f"{key} has no effect under SGLang"):
             cache_config({**GIVEN, **nvme, key: value})
