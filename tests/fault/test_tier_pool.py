@@ -56,6 +56,18 @@ def test_what_one_client_puts_another_finds_and_reads(pool: Pool) -> None:
         tier.close()
 
 
+@pytest.mark.parametrize("row_bytes", [1, 5_000, 256 << 10, (256 << 10) + 1, 3 << 20])
+def test_rows_of_every_size_travel_with_their_headers(pool: Pool, row_bytes: int) -> None:
+    """Small ones beside them, large ones from and to where they are."""
+    options = PoolOptions(master=pool.address, host="127.0.0.1")
+    first, second = (PoolTier(options, SPACE, f"layout {row_bytes}", row_bytes, handles=64) for _ in range(2))
+    rows = chain_rows(4, seed=row_bytes)
+    store_rows(first, rows)
+    assert read_back(second, adopt(second, rows), rows) == [RowStatus.OK] * 4
+    first.close()
+    second.close()
+
+
 def test_damaged_and_foreign_objects_are_misses_and_leave_the_pool(pool: Pool) -> None:
     tier, seal = join(pool), ObjectSeal(SPACE, "layout", ROW)
     rows = chain_rows(3, seed="damage")

@@ -1,4 +1,4 @@
-"""Memory a network card may touch: headers of objects, and payloads whose buffers it may not.
+"""Memory a network card may touch: headers of objects, and payloads that do not go from and to where they are.
 
 A buffer that was borrowed for a call is in use until the call has come back, however late: Mooncake may write into it
 until then.
@@ -14,53 +14,75 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.codec.checksum import checksum64, copy_checksummed
 from kvtier.errors import TierIOError
 from kvtier.tiers.addresses import address_of, round_up
 from kvtier.tiers.objects import HEADER_BYTES
 from kvtier.tiers.pool.client import Client
 
 _PAGE = mmap.PAGESIZE
+_JOINED_BYTES = 256 << 10
+"""Rows up to this size are copied next to their header, and hashed on the way: over TCP every piece of an object is a
+transfer of its own, and one more costs 100 us, as much as copying 512 KiB (docs/tiers.md)."""
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class Staged:
-    """What one call borrows: a header a row, and room for the payloads that are not in registered memory."""
+    """What one call borrows: a header a row, and room for the payloads that do not go where they are."""
 
     def __init__(self, staging: Staging, n: int) -> None:
         self._staging = staging
-        self._headers = staging.memory(round_up(n * HEADER_BYTES, _PAGE))
-        self.headers: npt.NDArray[np.uint8] = np.frombuffer(self._headers, np.uint8)[: n * HEADER_BYTES].reshape(n, -1)
-        self._payloads: dict[int, memoryview] = {}
-        self._maps = [self._headers]
+        self._maps: list[mmap.mmap] = []
+        self._rooms: dict[int, Bytes] = {}
+        self.headers: list[Bytes] = []
+        if staging.joined:
+            row_bytes = staging.row_bytes
+            objects = [self._borrow(row_bytes + HEADER_BYTES) for _ in range(n)]
+            self._rooms = {i: whole[:row_bytes] for i, whole in enumerate(objects)}
+            self.headers = [whole[row_bytes:] for whole in objects]
+        else:
+            self.headers = list(self._borrow(n * HEADER_BYTES).reshape(n, HEADER_BYTES))
 
-    def source(self, i: int, payload: memoryview) -> int:
-        """Where the network card reads the payload of row `i`."""
-        if self._staging.reaches(payload):
-            return address_of(payload)
-        room = self._room(i)
-        np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(payload, np.uint8))
-        return address_of(room)
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the pieces of an object."""
+        row_bytes = self._staging.row_bytes
+        return [row_bytes + HEADER_BYTES] if self._staging.joined else [row_bytes, HEADER_BYTES]
 
-    def target(self, i: int, payload: memoryview) -> int:
-        """Where the network card writes the payload of row `i`."""
-        return address_of(payload if self._staging.reaches(payload) else self._room(i))
+    def put(self, i: int, payload: memoryview) -> int:
+        """Bring the payload of row `i` where the network card reads it; its checksum."""
+        if i not in self._rooms and self._staging.reaches(payload):
+            return checksum64(payload)
+        return copy_checksummed(self._room(i), np.frombuffer(payload, np.uint8))
 
-    def deliver(self, i: int, payload: memoryview) -> None:
-        """Copy what arrived for row `i` to where it belongs, if it is not there."""
-        room = self._payloads.get(i)
-        if room is not None:
-            np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(room, np.uint8))
+    def get(self, i: int, payload: memoryview) -> int:
+        """Bring what arrived for row `i` where it belongs; its checksum."""
+        if i not in self._rooms:
+            return checksum64(payload)
+        return copy_checksummed(np.frombuffer(payload, np.uint8), self._rooms[i])
+
+    def pieces(self, i: int, payload: memoryview) -> list[int]:
+        """Where the pieces of row `i` lie for the network card."""
+        if self._staging.joined:
+            return [address_of(self._rooms[i])]
+        there = i not in self._rooms and self._staging.reaches(payload)
+        return [address_of(payload) if there else address_of(self._room(i)), address_of(self.headers[i])]
 
     def give_back(self) -> None:
         """The call came back."""
         for made in self._maps:
             self._staging.keep(made)
 
-    def _room(self, i: int) -> memoryview:
-        n_bytes = self._staging.row_bytes
+    def _room(self, i: int) -> Bytes:
+        if i not in self._rooms:
+            self._rooms[i] = self._borrow(self._staging.row_bytes)
+        return self._rooms[i]
+
+    def _borrow(self, n_bytes: int) -> Bytes:
         made = self._staging.memory(round_up(n_bytes, _PAGE))
         self._maps.append(made)
-        self._payloads[i] = memoryview(made)[:n_bytes]
-        return self._payloads[i]
+        return np.frombuffer(made, np.uint8)[:n_bytes]
 
 
 class Staging:
@@ -71,6 +93,7 @@ class Staging:
 
     def __init__(self, client: Client, row_bytes: int, *, any_memory: bool) -> None:
         self.row_bytes = row_bytes
+        self.joined = any_memory and row_bytes <= _JOINED_BYTES
         self._client = client
         self._any_memory = any_memory
         self._lock = threading.Lock()

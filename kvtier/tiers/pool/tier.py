@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtier.codec.checksum import checksum64
 from kvtier.errors import ConfigError, TierIOError
-from kvtier.tiers.addresses import address_of
 from kvtier.tiers.arguments import check_arguments
 from kvtier.tiers.handles import Handles, HandleTier
 from kvtier.tiers.inflight import InFlight
@@ -35,8 +33,8 @@ _UNUSABLE = TierProbe(float("inf"), 1.0, float("inf"), 1.0)
 class PoolTier(HandleTier):
     """See `kvtier.tiers.protocol.SharedTier` for the contract.
 
-    Payloads go between the network and the caller's buffers without a copy: over TCP always, over RDMA where the
-    buffers lie in memory given to `register`; others pass through registered staging buffers.
+    Payloads go between the network and the caller's buffers without a copy: over TCP above 256 KiB, over RDMA where the
+    buffers lie in memory given to `register`; others pass through staging buffers.
     """
 
     def __init__(
@@ -174,12 +172,10 @@ class PoolTier(HandleTier):
     def _put(self, seal: ObjectSeal, rows: Sequence[RowId], sources: Sequence[memoryview]) -> list[RowStatus]:
         names = [seal.name(row) for row in rows]
         with self._staging.borrow(len(rows)) as staged:
-            headers = staged.headers
-            pointers = []
             for i, (row, source) in enumerate(zip(rows, sources, strict=True)):
-                headers[i, :] = np.frombuffer(seal.pack(row, checksum64(source)), np.uint8)
-                pointers.append([staged.source(i, source), address_of(headers[i])])
-            codes = self._client.put(names, pointers, [[self.row_bytes, HEADER_BYTES]] * len(rows))
+                staged.headers[i][:] = np.frombuffer(seal.pack(row, staged.put(i, source)), np.uint8)
+            pointers = [staged.pieces(i, source) for i, source in enumerate(sources)]
+            codes = self._client.put(names, pointers, [staged.sizes] * len(rows))
         if len(codes) != len(rows):
             return [RowStatus.IO_ERROR] * len(rows)
         if self._options.replicas > 1:
@@ -189,17 +185,19 @@ class PoolTier(HandleTier):
     def _get(self, seal: ObjectSeal, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
         names = [seal.name(row) for row in rows]
         with self._staging.borrow(len(rows)) as staged:
-            headers = staged.headers
-            pointers = [[staged.target(i, target), address_of(headers[i])] for i, target in enumerate(targets)]
-            codes = self._client.get(names, pointers, [[self.row_bytes, HEADER_BYTES]] * len(rows))
+            pointers = [staged.pieces(i, target) for i, target in enumerate(targets)]
+            codes = self._client.get(names, pointers, [staged.sizes] * len(rows))
             if len(codes) != len(rows):
                 return [RowStatus.IO_ERROR] * len(rows)
             statuses = []
             for i, code in enumerate(codes):
                 status = self._get_status(code)
                 if status is RowStatus.OK:
-                    staged.deliver(i, targets[i])
-                    status = _verified(seal, rows[i], bytes(headers[i]), targets[i])
+                    verdict, promised = seal.check(bytes(staged.headers[i]), rows[i])
+                    if verdict is not Verdict.OK:
+                        status = STATUS_OF[verdict]
+                    elif staged.get(i, targets[i]) != promised:
+                        status = RowStatus.CORRUPT
                 if status in (RowStatus.CORRUPT, RowStatus.FOREIGN):
                     self._client.remove(names[i])  # so that it is written anew
                 statuses.append(status)
@@ -223,10 +221,3 @@ def _put_status(code: int) -> RowStatus:
     if code == 0:
         return RowStatus.OK
     return RowStatus.FULL if code in NO_ROOM else RowStatus.IO_ERROR
-
-
-def _verified(seal: ObjectSeal, row: RowId, header: bytes, payload: memoryview) -> RowStatus:
-    verdict, promised = seal.check(header, row)
-    if verdict is not Verdict.OK:
-        return STATUS_OF[verdict]
-    return RowStatus.OK if checksum64(payload) == promised else RowStatus.CORRUPT
