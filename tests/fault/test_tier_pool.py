@@ -68,6 +68,22 @@ def test_rows_of_every_size_travel_with_their_headers(pool: Pool, row_bytes: int
     second.close()
 
 
+@pytest.mark.parametrize("row_bytes", [5_000, 300_000])
+def test_one_row_read_several_times_in_one_call_arrives_each_time(pool: Pool, row_bytes: int) -> None:
+    """Mooncake fills one of the buffers and says that it filled all of them."""
+    tier = PoolTier(
+        PoolOptions(master=pool.address, host="127.0.0.1"), SPACE, f"layout {row_bytes}", row_bytes, handles=64
+    )
+    one, two = chain_rows(2, seed="twice")
+    store_rows(tier, [one, two])
+    rows = [one, two, one, one, two]
+    slots = adopt(tier, rows)
+    targets = soiled_buffers(5, row_bytes)
+    assert tier.read(slots, rows, targets) == [RowStatus.OK] * 5
+    assert [bytes(target) for target in targets] == [bytes(payload_of(row, row_bytes)) for row in rows]
+    tier.close()
+
+
 def test_damaged_and_foreign_objects_are_misses_and_leave_the_pool(pool: Pool) -> None:
     tier, seal = join(pool), ObjectSeal(SPACE, "layout", ROW)
     rows = chain_rows(3, seed="damage")

@@ -183,6 +183,18 @@ class PoolTier(HandleTier):
         return [_put_status(code) for code in codes]
 
     def _get(self, seal: ObjectSeal, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
+        """Of buffers for one object in one call Mooncake fills the last, and says that it filled all: one at a time."""
+        once = sorted({seal.name(row): i for i, row in enumerate(rows)}.values())
+        if len(once) == len(rows):
+            return self._get_once(seal, rows, targets)
+        statuses = [RowStatus.IO_ERROR] * len(rows)
+        for part in (once, sorted(set(range(len(rows))) - set(once))):
+            found = self._get(seal, [rows[i] for i in part], [targets[i] for i in part])
+            for i, status in zip(part, found, strict=True):
+                statuses[i] = status
+        return statuses
+
+    def _get_once(self, seal: ObjectSeal, rows: Sequence[RowId], targets: Sequence[memoryview]) -> list[RowStatus]:
         names = [seal.name(row) for row in rows]
         with self._staging.borrow(len(rows)) as staged:
             pointers = [staged.pieces(i, target) for i, target in enumerate(targets)]
