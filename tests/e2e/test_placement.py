@@ -34,16 +34,16 @@ def test_a_tier_a_hundred_times_too_slow_is_declined_and_costs_nothing(
 ) -> None:
     kvtier = options(tmp_path)
     result = run(
-        scenarios.crawling_tier, model=tiny_llama, tokens=600, pairs=20, slowdown=100.0, kvtier=kvtier, engine=POOL
+        scenarios.crawling_tier, model=tiny_llama, tokens=600, pairs=30, slowdown=100.0, kvtier=kvtier, engine=POOL
     )
     counted = result["metrics"]
     declined = counted.get("kvtier_miss_tokens_total{reason=declined_recompute_cheaper}", 0.0)
     # Those the crawling writes had not reached, and those asked while the tier's breaker was open, count elsewhere.
-    assert declined >= 10 * 576, "what was found there was computed instead"
+    assert declined >= 15 * 576, "what was found there was computed instead"
     assert tokens_from(counted, "nvme") == 0.0
     print(f"found below, declined / unknown: {result['ratio']:.3f} (median of pairs), {result['new_s'] * 1e3:.1f} ms")
-    # The bar is 5 % (measured: docs/placement.md); the median of twenty pairs moves by 3 % on a busy machine.
-    assert result["ratio"] <= 1.08
+    # The bar is 5 % (measured: docs/placement.md); the median of thirty pairs moves by 2 % on a busy machine.
+    assert result["ratio"] <= 1.06
     assert result["leases"] == 0
 
 
