@@ -107,6 +107,8 @@ class CachedRequest:
 
     def expects(self, rows: Mask) -> None:
         """These rows (from block 0 on) are on their way for it, too."""
+        if not len(rows):  # a prompt without a full block
+            return
         self.coming = _grown(self.coming, rows)
         self.coming[: len(rows)] |= rows
 

@@ -110,6 +110,13 @@ def test_more_on_the_device_than_the_tree_knows_is_no_error(rig: Rig) -> None:
     engine.finish(request)
 
 
+def test_a_prompt_without_a_full_block_is_no_error(rig: Rig) -> None:
+    engine = rig.start()
+    request = engine.open(range(0), 1)
+    assert engine.lookup(request) == 0
+    engine.finish(request)
+
+
 def test_a_reset_gives_back_the_load_of_a_request_that_has_ended(rig: Rig) -> None:
     """vLLM ends an aborted request before its load; after a reset it never reports the load."""
     engine = rig.start()
