@@ -56,8 +56,8 @@ PARTS: dict[str, tuple[Variant, Announcer]] = {
         ("worth with guard on NVMe too", but(nvme="kvtier"), Announcer()),
         ("write admission by value", but(admit_by_value=True), Announcer()),
         ("speculative promotion", but(promote=True), Announcer()),
-        ("no conservative mode", but(conservative=False), Announcer()),
         ("hints of 3 s", HINTED, Announcer()),
+        ("hints of 3 s, no conservative mode", but(HINTED, conservative=False), Announcer()),
         ("hints of 3 s, LRU in both", but(HINTED, hbm="lru", dram="lru"), Announcer()),
         ("hints; 30 % missing, 20 % false, ±50 % mistimed", HINTED, POOR_HINTS),
     )

@@ -75,7 +75,7 @@ class LookAhead:
     def pump(self) -> None:
         """After the engine has asked about those it has room for. Called every step; cheap while nobody waits."""
         cache = self._cache
-        if not (self._unseen or self._begun) or cache.conservative:
+        if not (self._unseen or self._begun):
             return
         for _ in range(_PLANS_AT_ONCE):
             residency = cache.memory.residency

@@ -169,7 +169,7 @@ class Node:
             tier.policy.on_arrival(path, request.context, now)
         self.waiting.append(flight)
         self._admit()
-        if self.variant.look_ahead and self.waiting and self.waiting[-1] is flight and not self._conservative():
+        if self.variant.look_ahead and self.waiting and self.waiting[-1] is flight:
             self._look_ahead(flight)
         if self.promotion is not None:
             self.promotion.tick()
