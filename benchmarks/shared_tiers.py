@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; the output is always JSON")
     parser.add_argument("--path", default="", help="folder for shared_fs (default: a temporary one)")
     options = parser.parse_args()
-    for row_bytes in (MIB, 4 * MIB):
+    for row_bytes in (MIB // 4, MIB, 4 * MIB):
         for line in (*pool_lines(row_bytes), *file_lines(row_bytes, options.path)):
             print(json.dumps(line), flush=True)
 
