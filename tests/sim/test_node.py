@@ -294,16 +294,17 @@ def test_h_overload_ends_without_collapse() -> None:
 
 @soak
 def test_h_overload_by_recorded_agents_ends_without_collapse(shared_folder: Path) -> None:
-    """Coding agents start four times as often as recorded, on drives of 6 GB/s: HBM is full of requests that run."""
+    """Coding agents start twelve times as often as recorded, on drives of 6 GB/s: requests never stop waiting."""
     requests = open_source(str(shared_folder / "traces" / "cc_v6_global_454sessions.jsonl.gz")).requests(1)
-    requests = [r for r in requests if r.arrival_s - requests[0].arrival_s < 4 * 3600.0]
+    requests = [r for r in requests if r.arrival_s - requests[0].arrival_s < 8 * 3600.0]
     mean_s = {}
     for name in ("native", "kvtier"):
-        made, score = serve(requests, load_hardware("A6"), VARIANTS[name], 1, Setting(load=4.0))
+        made, score = serve(requests, load_hardware("A6"), VARIANTS[name], 1, Setting(load=12.0))
         assert not made.waiting
         assert not made.running
         mean_s[name] = float(np.mean(score.ttft_s))
-    assert mean_s["kvtier"] < mean_s["native"]
+    assert mean_s["native"] > 100.0, "it is an overload"
+    assert mean_s["kvtier"] < 0.6 * mean_s["native"]
 
 
 # --- (i) determinism --------------------------------------------------------------------------------------------------
