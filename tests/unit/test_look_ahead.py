@@ -172,3 +172,20 @@ def test_what_the_device_has_does_not_move_and_is_asked_to_stay(rig: Rig) -> Non
     assert device.residency.protected_rows == 4
     rig.engine.lookup(request, 4)
     rig.cache.close_request(request, Outcome(finished_s=0.0, stop_reason=StopReason.ABORTED))
+
+
+@pytest.mark.parametrize("looks_ahead", [True, False])
+def test_a_prompt_without_a_whole_block_is_served_like_any_other(rig: Rig, looks_ahead: bool) -> None:
+    request = rig.engine.open([], 7)
+    if looks_ahead:
+        rig.cache.stepped()
+    for start in (0, 3):  # the device may have blocks of which nothing was heard
+        plan = rig.cache.lookup(request, start)
+        assert plan is not None
+        assert plan.blocks == 0
+        assert plan.prefix(start, 0, 5) == 0
+    assert len(rig.cache.offer_store(request, [])) == 0
+    rig.cache.commit_store(request, [])
+    assert len(rig.cache.take_load(request, [])) == 0
+    assert rig.engine.run(request) == 0
+    assert rig.cache.leases() == 0
