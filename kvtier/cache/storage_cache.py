@@ -359,9 +359,9 @@ class StorageCache:
 
     def _taken_in(self, rebuild: Rebuild) -> int:
         """What a tier brought has been published. Rows whose head did not survive are let go: nothing leads to them
-        before it is written again, and then so are they."""
+        before it is written again, and then so are they. A tier that has left meanwhile keeps what it has."""
         level = rebuild.level
-        kept = rebuild.kept - level.spare(level.residency.capacity_rows)
+        kept = rebuild.kept - (level.spare(level.residency.capacity_rows) if level in self.levels else 0)
         self.recorder.add("kvtier_recovered_rows", kept, level.name)
         return kept
 

@@ -55,8 +55,7 @@ class NegativeCache:
 
     def worked(self, key: bytes, group: int) -> None:
         """The row was read, or written anew."""
-        if self._rows:
-            self._rows.pop((key, group), None)
+        if self._rows.pop((key, group), None) is not None:
             self._heads = None
 
     def holds(self, key: bytes, group: int) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.cache import recovery
 from kvtier.cache.geometry import Geometry
+from kvtier.cache.lease import Lease
 from kvtier.cache.storage_cache import StorageCache
 from kvtier.cache.tier_cache import TierCache
 from kvtier.config import CacheConfig
@@ -304,6 +305,38 @@ def test_a_tier_may_leave_while_it_is_taken_in(monkeypatch: pytest.MonkeyPatch) 
     assert engine.serve(range(8)) == 0
     engine.cache.check_integrity()
     engine.cache.close()
+
+
+def test_a_tier_that_leaves_the_storage_cache_while_it_is_taken_in_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "_ROWS_A_TURN", 16)
+    cache, tier, turns, loads = StorageCache(CONFIG, Geometry(16), []), Brings(20, 8), 0, list[Lease]()
+    lock, keys = cache._lock, token_chain(range(19000, 19008))
+
+    class Turns:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            nonlocal turns
+            lock.release()
+            turns += 1
+            if turns == 4:
+                with lock:
+                    level = cache.levels[0]
+                    promised = level.residency.slots_of(cache.tree.walk(keys)).ravel()
+                    loads.append(level.book.take(promised, "a load under way"))
+                assert not cache.detach("brings", wait_s=0.0), "it has not left when the next turn is due"
+
+    cache._lock = Turns()  # type: ignore[assignment]
+    brought = cache.attach(tier)
+    cache._lock = lock
+    loads[0].release()
+    assert 0 < brought < 160
+    assert tier.stats().used_rows == 160, "what it holds is still there"
+    assert cache.drain()[0]["kvtier_recovered_rows", ("brings",)] == brought
+    cache.close()
 
 
 def test_a_store_takes_the_room_of_what_is_not_visible_yet(monkeypatch: pytest.MonkeyPatch) -> None:
