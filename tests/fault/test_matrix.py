@@ -49,17 +49,20 @@ def folders(tmp_path: Path) -> Iterator[Path]:
 
 
 def calls(cache: str, medium: str, folders: Iterator[Path], *, reset: bool = False) -> dict[str, int]:
-    """Calls of the run without a fault, in which everything is served from below."""
-    served = CACHES[cache](Medium(medium, next(folders)))
-    served.run()
-    if reset:
-        served.reset()
+    """Calls of the run without a fault, in which everything is served from below. A busy disk may hold a call longer
+    than the deadline by itself: then that was not the run without a fault, and it is made again."""
+    for _ in range(5):
+        served = CACHES[cache](Medium(medium, next(folders)))
         served.run()
-    if medium in MEDIA:
-        assert served.ask(PROMPTS[0]) == BLOCKS
-    served.medium.gate.set()
-    served.cache.close()
-    return dict(served.medium.tier._calls)
+        if reset:
+            served.reset()
+            served.run()
+        whole = served.ask(PROMPTS[0]) == BLOCKS
+        served.medium.gate.set()
+        served.cache.close()
+        if whole or medium not in MEDIA:
+            return dict(served.medium.tier._calls)
+    raise AssertionError("this disk stalls all the time")
 
 
 @pytest.mark.parametrize("medium", MEDIA)
