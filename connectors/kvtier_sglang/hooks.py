@@ -61,7 +61,7 @@ def forget(observer: Observer) -> None:
 
 def part_failed(part: str) -> None:
     """Tell those who count that a part of kvtier gave up."""
-    for observer in _observers:
+    for observer in tuple(_observers):
         observer.part_failed(part)
 
 
@@ -86,7 +86,7 @@ def step_ended(answer: Any, scheduler: Any, batch: Any, *_: Any, **__: Any) -> N
     spans = []
     if launched and starts and lengths and batch.forward_mode.is_extend():
         spans = [(start, start + length) for start, length in zip(starts, lengths, strict=False) if length > 0]
-    for observer in _observers:  # one that fails leaves
+    for observer in tuple(_observers):  # one that fails leaves
         if spans:
             observer.prefilled(spans, now - began)
         observer.stepped(scheduler, batch.reqs)

@@ -44,7 +44,7 @@ class Hierarchy:
     ) -> None:
         self._config, self._geometry, self._clock, self._recorder = config, geometry, clock, recorder
         self._tree = tree
-        arrived = arrivals(lower, recorder)
+        arrived = arrivals(lower, recorder, geometry.groups)
         self.forecast = Forecast(tree, now=clock.now(), block_tokens=geometry.block_tokens)
         self.memory = self._level(memory, memory.stats().capacity_rows, memory.probe(), below=False)
         self.memory.lossy = self._is_lossy("dram")

@@ -7,7 +7,6 @@ rows wait for a prompt to name their place.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -19,14 +18,15 @@ from kvtier.cache.orphans import Orphans
 from kvtier.index.tree import PrefixTree
 
 _ROWS_A_TURN, _PAUSE_S = 256, 0.001
+_BLOCKS_A_ROW = 64
+"""To walk so many blocks of a path costs what a row does: where thousands share a prompt, every leaf is a long path."""
 
 
 class Rebuild:
     """Rows that came with a tier, on their way into the tree and their level.
 
-    Making one touches neither, so a slow machine's million rows are sorted without anybody waiting; every `step`
-    belongs to whoever owns the level. Until the last step, what was not published yet goes first when the level needs
-    room, and with everything when it is cleared.
+    Every `step` belongs to whoever owns the level. Until the last step, what was not published yet goes first when the
+    level needs room, and with everything when it is cleared.
     """
 
     def __init__(self, tree: PrefixTree, level: Level, arrival: Arrival) -> None:
@@ -35,19 +35,9 @@ class Rebuild:
         self.level = level
         self.kept = 0
         self._tree = tree
-        self._slots: dict[bytes, dict[int, int]] = {}
-        self._children: dict[bytes, list[bytes]] = defaultdict(list)
-        self._extra: list[int] = []
-        for slot, row in arrival.rows:
-            groups = self._slots.get(row.key)
-            if groups is None:
-                groups = self._slots[row.key] = {}
-                self._children[row.parent].append(row.key)
-            if row.group in groups or row.group >= level.residency.groups:
-                self._extra.append(slot)
-            else:
-                groups[row.group] = slot
-        self._stack: list[tuple[bytes, list[bytes]]] = [(key, [key]) for key in self._children[b""]]
+        found = arrival.found
+        self._slots, self._children, self._extra = found.slots, found.children, found.extra
+        self._stack: list[tuple[bytes, list[bytes]]] = [(key, []) for key in self._children[b""]]
         self._idle_spare = level.spare
         level.spare = self._give_up
 
@@ -68,12 +58,13 @@ class Rebuild:
     def step(self, rows: int) -> bool:
         """Publish about `rows` more. False when all is done."""
         while self._stack and self._slots and rows > 0:
-            key, chain = self._stack.pop()
+            key, head = self._stack.pop()
+            chain = [*head, key]
             while len(following := self._children.get(key, [])) == 1:
                 key = following[0]
                 chain.append(key)
-            self._stack.extend((child, [*chain, child]) for child in following)
-            rows -= self._publish(chain)
+            self._stack.extend((child, chain) for child in following)
+            rows -= self._publish(chain) + len(chain) // _BLOCKS_A_ROW
         if self._stack and self._slots:
             return True
         self._finish()

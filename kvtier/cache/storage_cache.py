@@ -62,7 +62,8 @@ class StorageCache:
         self.recorder = Recorder()
         self.forecast = Forecast(self.tree, now=self.clock.now(), block_tokens=geometry.block_tokens)
         self._paths = Paths(self.tree)
-        found = [Rebuild(self.tree, self._level(arrival), arrival) for arrival in arrivals(tiers, self.recorder)]
+        arrived = arrivals(tiers, self.recorder, geometry.groups)
+        found = [Rebuild(self.tree, self._level(arrival), arrival) for arrival in arrived]
         self.levels = by_cost(rebuild.level for rebuild in found)
         self._leaving = Leaving(self.tree)
         self._cleared = Cleared()
@@ -159,7 +160,7 @@ class StorageCache:
     def attach(self, tier: Tier) -> int:
         """Take in a tier opened elsewhere; returns the rows it brings, which become visible a few at a time. Raises
         ConfigError if its name is taken, TierError if it fails; whoever opened it closes it then."""
-        arrival = Arrival.of(tier)
+        arrival = Arrival.of(tier, self.geometry.groups)
         with self._lock:
             refuse_twice([*self.levels, *self._leaving.levels], tier.name)
             rebuild = Rebuild(self.tree, self._level(arrival), arrival)

@@ -340,7 +340,7 @@ class TierCache:
         """Take in a tier opened elsewhere; returns the rows it brings. From any thread, not under `lock`: the engine
         waits neither for the medium nor for the index. Raises ConfigError if its name is taken, TierError if it fails.
         """
-        arrival = Arrival.of(tier)
+        arrival = Arrival.of(tier, self.groups)
         with self.lock:
             rebuild = self.levels.attach(arrival)
             self.seeker.attach(rebuild.level)

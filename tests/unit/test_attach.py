@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -284,6 +284,38 @@ def test_a_large_tier_is_taken_in_a_few_rows_at_a_time(monkeypatch: pytest.Monke
     assert engine.serve(range(3000, 3008)) == 8
     engine.cache.check_integrity()
     engine.cache.close()
+
+
+def test_leaves_of_a_long_prompt_they_share_are_few_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_ROWS_A_TURN", 16)
+    engine, tier, turns = engine_over(), Brings(1, 640, free=40), list[int]()
+    leaves = [RowId(token_chain([leaf])[:32], tier.found[-1].row.key, 0) for leaf in range(90_000, 90_040)]
+    slots = tier.reserve(40)
+    assert slots is not None
+    tier.found += [RecoveredRow(slot, row) for slot, row in zip(slots.tolist(), leaves, strict=True)]
+    assert in_turns(engine, tier, turns.append) == 680
+    assert len(turns) > 20, "a leaf costs as much as ten rows: a walk of 641 blocks"
+    engine.cache.check_integrity()
+    engine.cache.close()
+
+
+def test_what_a_tier_brings_is_sorted_while_nobody_waits() -> None:
+    engine, storage, tier = engine_over(), StorageCache(CONFIG, Geometry(16), []), Brings(20, 8)
+
+    class Rows(list[RecoveredRow]):
+        def __iter__(self) -> Iterator[RecoveredRow]:
+            assert not storage._lock.locked()
+            assert not engine.cache.lock._is_owned()  # type: ignore[attr-defined]
+            return super().__iter__()
+
+    tier.found = Rows(tier.found)
+    assert engine.cache.attach(tier) == 160
+    assert engine.cache.detach("brings")
+    tier = Brings(20, 8)
+    tier.found = Rows(tier.found)
+    assert storage.attach(tier) == 160
+    engine.cache.close()
+    storage.close()
 
 
 def test_a_reset_in_the_middle_reaches_what_is_not_visible_yet(monkeypatch: pytest.MonkeyPatch) -> None:
