@@ -348,3 +348,19 @@ def test_a_lock_of_the_dead_is_waited_for_and_one_of_the_living_is_not(tmp_path:
     assert space.lock_soon(fd, Syscalls())
     assert time.monotonic() - began > 0.6, "longer than for the living"
     os.close(fd)
+
+
+def test_a_holder_the_kernel_does_not_name_is_waited_for_a_little_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a PID namespace /proc/locks leaves out who was reaped: a killed engine in a container is not named."""
+    monkeypatch.setattr(space, "_holder_pid", lambda fd: 0)
+    held, fd = (os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT) for _ in range(2))
+    assert space.try_lock(held, Syscalls())
+    threading.Timer(0.8, os.close, (held,)).start()
+    assert space.lock_soon(fd, Syscalls()), "let go after more than the living are given"
+    monkeypatch.setattr(space, "_UNKNOWN_HOLDER_WAIT_S", 0.05)
+    again = os.open(tmp_path / "file", os.O_RDWR)
+    assert not space.lock_soon(again, Syscalls()), "not for ever"
+    for descriptor in (fd, again):
+        os.close(descriptor)

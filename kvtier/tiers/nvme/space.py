@@ -31,7 +31,7 @@ _SUFFIXES = (SLAB_SUFFIX, JOURNAL_SUFFIX, JOURNAL_SUFFIX + ".tmp")
 WEAR_FILE = "kvtier.wear"
 _FOLDER_LOCK = "kvtier.lock"
 _FOLDER_LOCK_WAIT_S = 10.0
-_LIVING_HOLDER_WAIT_S, _DEAD_HOLDER_WAIT_S = 0.5, 30.0
+_LIVING_HOLDER_WAIT_S, _UNKNOWN_HOLDER_WAIT_S, _DEAD_HOLDER_WAIT_S = 0.5, 3.0, 30.0
 _SLACK_BYTES = 64 << 10
 _SLACK_SHARE = 4096
 _SCRATCH_BYTES = 4 << 20
@@ -179,11 +179,14 @@ def lock_soon(fd: int, syscalls: Syscalls) -> bool:
 
     A process that used io_uring is gone before its rings are: the kernel ends what they had under way, and lets go of
     the file, in a worker of its own (`iou_exit`). Until then the lock has no owner, and rightly so: the last writes of
-    the dead still land. Mostly that is 5 to 20 ms after the process was reaped; on a busy disk it has been 5 s.
+    the dead still land. Mostly that is 5 to 20 ms after the process was reaped; on a busy disk it has been 5 s. In a
+    container the kernel does not name a holder that was reaped, nor one in another container: the wait is in between.
     """
     began_s = time.monotonic()
     while not try_lock(fd, syscalls):
-        limit_s = _DEAD_HOLDER_WAIT_S if _is_dead(_holder_pid(fd)) else _LIVING_HOLDER_WAIT_S
+        pid = _holder_pid(fd)
+        known_s = _DEAD_HOLDER_WAIT_S if _is_dead(pid) else _LIVING_HOLDER_WAIT_S
+        limit_s = known_s if pid else _UNKNOWN_HOLDER_WAIT_S
         if time.monotonic() - began_s > limit_s:
             return False
         time.sleep(0.005)
@@ -197,7 +200,7 @@ def holder_of(fd: int) -> str:
 
 
 def _holder_pid(fd: int) -> int:
-    """The process that took the lock of an open file; 0 where the kernel does not tell (another container's)."""
+    """The process that took the lock of an open file; 0 where the kernel does not tell."""
     inode = os.fstat(fd).st_ino
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
