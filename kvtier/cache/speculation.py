@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import nlargest
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class Speculation:
         self._cache = cache
         self.on = cache.config.look_ahead == "speculation"
         self.promoter = Promoter(options)
-        self._budgets: dict[Level, ByteBudget] = {}
+        self._budgets = WeakKeyDictionary[Level, ByteBudget]()
         self._contexts: dict[str, OrderedDict[int, None]] = {}
         self._needed: dict[int, tuple[float, float]] = {}  # segment -> (probability, until)
         self._fetching: list[CachedRequest] = []

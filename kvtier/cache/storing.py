@@ -5,7 +5,6 @@ A row that one call is writing is not written by another; it can be found when i
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,11 +45,11 @@ class Storing:
         self._paths = paths
         self._recorder = recorder
         self._groups = geometry.groups
-        self._writing: defaultdict[Level, set[tuple[bytes, int]]] = defaultdict(set)
+        self._writing: dict[Level, set[tuple[bytes, int]]] = {}
 
     def under_way(self, level: Level, runs: list[Run], n: int) -> Mask:
         """Rows another call is writing to a level: (blocks, groups)."""
-        rows, writing = np.zeros((n, self._groups), np.bool_), self._writing[level]
+        rows, writing = np.zeros((n, self._groups), np.bool_), self._writing.get(level, set())
         for run in runs if writing else []:
             for i, key in enumerate(run.keys):
                 for group in range(self._groups):
@@ -59,7 +58,7 @@ class Storing:
 
     def idle(self, level: Level) -> bool:
         """Whether nothing is being written to a level."""
-        return not self._writing[level]
+        return level not in self._writing
 
     def present(self, runs: list[Run], n: int) -> Mask:
         """Blocks that some tier has, or is being given."""
@@ -124,7 +123,7 @@ class Storing:
             slots = self._room(level, run, rows)
             if len(slots):
                 copy = Copy.of(level, run, rows, slots, sources, read=False, generation=generation)
-                self._writing[level].update((row.key, row.group) for row in copy.rows)
+                self._writing.setdefault(level, set()).update((row.key, row.group) for row in copy.rows)
                 copies.append(copy)
         return copies
 
@@ -147,7 +146,10 @@ class Storing:
         copy.level.release(copy.slots)
 
     def _ended(self, copy: Copy) -> None:
-        self._writing[copy.level].difference_update((row.key, row.group) for row in copy.rows)
+        writing = self._writing.get(copy.level, set())
+        writing.difference_update((row.key, row.group) for row in copy.rows)
+        if not writing:
+            self._writing.pop(copy.level, None)
 
     def _room(self, level: Level, run: Run, rows: Mask) -> Slots:
         """Slots for the rows marked, in order of blocks; where there is not room for all, unmarks the last ones."""

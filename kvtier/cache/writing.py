@@ -53,7 +53,7 @@ class Admission:
         self.prices = read_prices(config.prices_file)
         self._on = config.write_admission == "value"
         self._tree, self._forecast, self._prefill, self._groups = tree, forecast, prefill, groups
-        self._by_value: dict[Level, AdmitByValue] = {}
+        self._by_value: dict[str, AdmitByValue] = {}  # by tier: one that comes back finds what was decided for it
 
     def by_value(self, level: Level) -> bool:
         """Whether what this level takes is decided on by its value."""
@@ -61,7 +61,7 @@ class Admission:
 
     def blocks(self, level: Level, path: Sequence[Segment], now: float, gpu_busy: float) -> int:
         """Leading blocks of a path that a level takes."""
-        admission = self._by_value.get(level) or self._admission(level)
+        admission = self._by_value.get(level.name) or self._admission(level)
         admission.busy = gpu_busy
         taken = admission.admit(path, now)
         return path[taken - 1].stop if taken else 0
@@ -72,7 +72,7 @@ class Admission:
             known = self._prefill.knows(stop - start)
             return float(self._prefill.seconds_from(np.array([start]), stop)[0]) if known else math.inf
 
-        admission = self._by_value[level] = AdmitByValue(
+        admission = self._by_value[level.name] = AdmitByValue(
             self._tree,
             self._forecast,
             block_bytes=level.row_bytes * self._groups,

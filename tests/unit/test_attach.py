@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -176,6 +179,39 @@ def test_a_tier_that_hangs_leaves_when_it_lets_go() -> None:
     assert engine.cache.leases() == 0
     assert engine.cache.attach(Gated("slow")) == 0
     engine.cache.close()
+
+
+@pytest.mark.keeps_leases  # what looks after leases keeps every level
+@pytest.mark.parametrize("options", [{}, {"write_admission": "value"}, {"look_ahead": "speculation"}])
+def test_nothing_of_a_tier_that_has_gone_is_kept(options: dict[str, str], tmp_path: Path) -> None:
+    memory = DramTier.over(np.zeros(16 * ROW, np.uint8), ROW, 16, ROW, checksums=False)
+    config, clock = msgspec.structs.replace(CONFIG, **options), VirtualClock()
+    engine = FakeEngine(TierCache(config, Geometry(16), memory, memory.row, [nvme(tmp_path)], clock))
+    listeners = set[int]()
+    for _ in range(3):
+        engine.serve(range(8))
+        forget_memory(engine)
+        clock.advance(5.0)
+        engine.settle()
+        listeners.add(len(engine.cache.tree.listeners))
+        gone = weakref.ref(engine.cache.lower[0])
+        assert engine.cache.detach("nvme")
+        gc.collect()
+        assert gone() is None
+        engine.cache.attach(nvme(tmp_path))
+    assert len(listeners) == 1
+    engine.cache.close()
+
+
+@pytest.mark.keeps_leases
+def test_a_storage_cache_keeps_nothing_of_a_tier_that_has_gone() -> None:
+    cache, keys = StorageCache(CONFIG, Geometry(16), [MemoryTier(ROW, 8, name="fast")]), token_chain(range(6))
+    assert all(cache.store(keys, [[memoryview(bytearray(ROW))] for _ in range(6)]))
+    gone = weakref.ref(cache.levels[0])
+    assert cache.detach("fast")
+    gc.collect()
+    assert gone() is None
+    cache.close()
 
 
 def test_requests_that_wait_for_a_tier_that_goes_compute(tmp_path: Path) -> None:
