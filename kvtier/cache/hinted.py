@@ -34,6 +34,8 @@ _KEPT_SHARE = 0.5
 _TICK_S = 0.1
 _KEPT_A_TICK = 64
 """Sessions whose copies below are looked for anew in one tick: thousands at once would hold up the engine's thread."""
+_TRIED_A_TICK = 8
+"""Sessions tried again in one tick: each costs a look at its whole chain."""
 _LEAD_MARGIN = 1.5
 
 
@@ -47,6 +49,7 @@ class Hinted:
         self._chain_bytes = 0
         self._keepers: dict[str, CachedRequest] = {}
         self._below: dict[str, list[Lease]] = {}
+        self._missing: dict[str, None] = {}  # due, and not all in memory yet
         self._fetching = False
         self._next_tick_s = 0.0
 
@@ -93,8 +96,7 @@ class Hinted:
         for session in self.book.expire(now):
             self._refresh(session)
         if not self._cache.conservative:
-            for session in self.book.due(now, self._lead_s):
-                self._fetch(session)
+            self._bring(now)
         for _ in range(min(_KEPT_A_TICK, len(self._below))):
             session = next(iter(self._below))
             self._below[session] = self._below.pop(session)  # the others first, next time
@@ -210,6 +212,27 @@ class Hinted:
         for lease in leases:
             lease.release()
 
+    def _bring(self, now: float) -> None:
+        """Fetch what is due, and what was due before and found no room then: there may be some now."""
+        due = self.book.due(now, self._lead_s)
+        again = [session for session in self._missing if session not in due]
+        self._missing.update(dict.fromkeys(due))
+        if len(again) > _TRIED_A_TICK:
+            again = [session for session in self.book.by_urgency(now) if session in self._missing][:_TRIED_A_TICK]
+        for session in [*due, *again]:
+            keeper = self._keepers.get(session)
+            if keeper is None or not self._is_below(session):
+                self._missing.pop(session, None)
+            elif not keeper.awaited:
+                self._fetch(session)
+
+    def _is_below(self, session: str) -> bool:
+        """Whether a lower tier has blocks of the session that memory lacks and may keep."""
+        cache = self._cache
+        match, limit = cache.tree.walk(self._chains[session]), self._granted_blocks(self.standing(session))
+        missing = cache.memory.residency.slots_of(match)[:limit] == ABSENT
+        return any(bool((missing & (level.residency.slots_of(match)[:limit] != ABSENT)).any()) for level in cache.lower)
+
     def _fetch(self, session: str) -> None:
         """Bring the session's blocks to memory: not sooner than they are needed, and after everybody who waits."""
         cache, keeper = self._cache, self._keepers.get(session)
@@ -279,6 +302,7 @@ class Hinted:
 
     def _release_keeper(self, session: str) -> None:
         keeper = self._keepers.pop(session, None)
+        self._missing.pop(session, None)
         if keeper is not None:
             keeper.ended = True
             self._cache.loader.forget(keeper)

@@ -100,6 +100,31 @@ def test_an_announced_session_is_back_in_memory_before_it_returns(rig: Rig) -> N
     assert rig.cache.leases() == 0, "a return ends the hint"
 
 
+def test_what_found_no_room_when_it_was_due_is_fetched_as_soon_as_there_is_some(rig: Rig) -> None:
+    rig.turn("s", 0)
+    rig.crowd()
+    running = []
+    for first in (5000, 5100):  # two requests that hold all of memory
+        running.append(rig.engine.open(range(first, first + 15), 1))
+        rig.cache.commit_store(running[-1], rig.engine.compute(running[-1]))
+        rig.settle()
+        rig.engine.lookup(running[-1])
+    rest = rig.engine.open(range(5200, 5202), 1)
+    rig.cache.commit_store(rest, rig.engine.compute(rest))
+    rig.settle()
+    rig.engine.lookup(rest)
+    running.append(rest)
+    assert rig.cache.memory.residency.pinned_rows == 32
+    assert rig.hint("s", HintKind.RETURNS_IN, 2.0) is HintOutcome.ACCEPTED
+    rig.wait(2.5)
+    assert rig.in_memory(0) == 0, "it was due, and there was no room"
+    for request in running:
+        rig.engine.finish(request)
+    rig.wait(0.3)
+    assert rig.in_memory(0) == BLOCKS
+    assert rig.turn("s", 0) == BLOCKS
+
+
 def test_without_a_return_the_blocks_are_free_at_three_times_the_time(rig: Rig) -> None:
     rig.turn("s", 0)
     rig.hint("s", HintKind.RETURNS_IN, 2.0)
