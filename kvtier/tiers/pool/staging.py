@@ -24,6 +24,8 @@ _PAGE = mmap.PAGESIZE
 _JOINED_BYTES = 256 << 10
 """Rows up to this size are copied next to their header, and hashed on the way: over TCP every piece of an object is a
 transfer of its own, and one more costs 100 us, as much as copying 512 KiB (docs/tiers.md)."""
+_SLAB_BYTES = 1 << 20
+"""Such rows share mappings: a process has 65,530 by default, and a call of small rows would take thousands of them."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,8 +39,10 @@ class Staged:
         self._rooms: dict[int, Bytes] = {}
         self.headers: list[Bytes] = []
         if staging.joined:
-            row_bytes = staging.row_bytes
-            objects = [self._borrow(row_bytes + HEADER_BYTES) for _ in range(n)]
+            row_bytes, object_bytes = staging.row_bytes, staging.row_bytes + HEADER_BYTES
+            per_slab = _SLAB_BYTES // object_bytes
+            slabs = [self._borrow(per_slab * object_bytes) for _ in range(-(-n // per_slab))]
+            objects = [whole for slab in slabs for whole in slab.reshape(per_slab, object_bytes)][:n]
             self._rooms = {i: whole[:row_bytes] for i, whole in enumerate(objects)}
             self.headers = [whole[row_bytes:] for whole in objects]
         else:
