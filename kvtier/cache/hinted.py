@@ -214,12 +214,10 @@ class Hinted:
 
     def _bring(self, now: float) -> None:
         """Fetch what is due, and what was due before and found no room then: there may be some now."""
+        again = [session for session in self.book.by_urgency(now) if session in self._missing] if self._missing else []
         due = self.book.due(now, self._lead_s)
-        again = [session for session in self._missing if session not in due]
         self._missing.update(dict.fromkeys(due))
-        if len(again) > _TRIED_A_TICK:
-            again = [session for session in self.book.by_urgency(now) if session in self._missing][:_TRIED_A_TICK]
-        for session in [*due, *again]:
+        for session in dict.fromkeys([*due, *again[:_TRIED_A_TICK]]):
             keeper = self._keepers.get(session)
             if keeper is None or not self._is_below(session):
                 self._missing.pop(session, None)

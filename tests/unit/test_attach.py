@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -283,21 +284,27 @@ class Brings(MemoryTier):
         return self.found
 
 
+class Turns:
+    """A cache's lock; each time it is let go, `between` is called with how often it was before."""
+
+    def __init__(self, lock: Any, between: Callable[[int], None]) -> None:
+        self._lock = lock
+        self._between = between
+        self._turns = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        turn, self._turns = self._turns, self._turns + 1
+        self._between(turn)
+
+
 def in_turns(engine: FakeEngine, tier: Tier, between: Callable[[int], None]) -> int:
     """Attach a tier and do something each time the cache's lock is let go; returns the rows it brought."""
-    lock, turns = engine.cache.lock, 0
-
-    class Turns:
-        def __enter__(self) -> None:
-            lock.acquire()
-
-        def __exit__(self, *error: object) -> None:
-            nonlocal turns
-            lock.release()
-            between(turns)
-            turns += 1
-
-    engine.cache.lock = Turns()  # type: ignore[assignment]
+    lock = engine.cache.lock
+    engine.cache.lock = Turns(lock, between)  # type: ignore[assignment]
     try:
         return engine.cache.attach(tier)
     finally:
@@ -379,25 +386,18 @@ def test_a_tier_that_leaves_the_storage_cache_while_it_is_taken_in_keeps_its_row
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "_ROWS_A_TURN", 16)
-    cache, tier, turns, loads = StorageCache(CONFIG, Geometry(16), []), Brings(20, 8), 0, list[Lease]()
+    cache, tier, loads = StorageCache(CONFIG, Geometry(16), []), Brings(20, 8), list[Lease]()
     lock, keys = cache._lock, token_chain(range(19000, 19008))
 
-    class Turns:
-        def __enter__(self) -> None:
-            lock.acquire()
+    def leave(turn: int) -> None:
+        if turn == 3:
+            with lock:
+                level = cache.levels[0]
+                promised = level.residency.slots_of(cache.tree.walk(keys)).ravel()
+                loads.append(level.book.take(promised, "a load under way"))
+            assert not cache.detach("brings", wait_s=0.0), "it has not left when the next turn is due"
 
-        def __exit__(self, *error: object) -> None:
-            nonlocal turns
-            lock.release()
-            turns += 1
-            if turns == 4:
-                with lock:
-                    level = cache.levels[0]
-                    promised = level.residency.slots_of(cache.tree.walk(keys)).ravel()
-                    loads.append(level.book.take(promised, "a load under way"))
-                assert not cache.detach("brings", wait_s=0.0), "it has not left when the next turn is due"
-
-    cache._lock = Turns()  # type: ignore[assignment]
+    cache._lock = Turns(lock, leave)  # type: ignore[assignment]
     brought = cache.attach(tier)
     cache._lock = lock
     loads[0].release()
